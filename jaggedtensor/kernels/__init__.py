@@ -1,0 +1,1 @@
+"""Kernel families, and the one table that chooses among them."""

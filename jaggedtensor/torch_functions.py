@@ -1,0 +1,316 @@
+"""How torch functions act on a JaggedTensor: one table from function to handler.
+
+A handler gets the torch function and its arguments. Functions of single tokens run on the packed values; along a
+feature dimension the dimension is shifted; along the ragged dimension the JaggedTensor's own method answers; whatever is
+not in the table raises with the remedy. To teach the library a function, add its name to a list below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jaggedtensor.errors import check_same_device, fail
+from jaggedtensor.tensor import HANDLERS, JaggedTensor, _check_same_layout
+
+Function = Callable[..., Any]
+
+
+def register(names: str, handler: Function, spaces: Iterable[Any] = (torch, Tensor, F)) -> None:
+    """Give every function of these names, wherever torch has it, one handler."""
+    for name in names.split():
+        found = [getattr(space, name) for space in spaces if hasattr(space, name)]
+        if not found:
+            raise AttributeError(f"torch has no function {name}")
+        for function in found:
+            HANDLERS[function] = handler
+
+
+# -- functions of single tokens -----------------------------------------------------------------------------------------
+
+
+def align(operand: Any, jt: JaggedTensor, name: str = "operand") -> Any:
+    """An operand as it stands beside `jt.values()`: contract 9, aligned from the right on `(B, j, *feature)`."""
+    if isinstance(operand, JaggedTensor):
+        _check_same_layout(jt, operand)
+        if operand.ndim != jt.ndim:
+            fail(
+                f"dimensions of {name}",
+                f"{jt.ndim}, as (B, j, *feature) of the other",
+                f"{operand.ndim}",
+                "add a feature axis to the one of fewer dimensions: x.unsqueeze(-1)",
+            )
+        return operand._tokens()
+    if not isinstance(operand, Tensor) or operand.dim() == 0:
+        return operand
+    check_same_device(operand, name, jt.device)
+    feature_dims = jt.ndim - 2
+    if operand.dim() <= feature_dims:
+        return operand
+    if operand.dim() > jt.ndim:
+        fail(f"dimensions of {name}", f"at most {jt.ndim}, as (B, j, *feature) of the jagged operand", operand)
+    per_token, shape = operand.dim() - feature_dims, list(operand.shape)
+    if shape[per_token - 1] != 1:
+        hint = "x[:, None] to give one entry to each sequence"
+        if shape[0] == jt.values().shape[0]:
+            hint += ", or jt.with_values(x) if x holds one row for each token"
+        fail(f"dimension {per_token - 1} of {name}, which stands on the ragged dimension", "1", operand, f"use {hint}")
+    operand = operand.squeeze(per_token - 1)
+    if per_token == 1 or operand.shape[0] == 1:
+        return operand if per_token == 1 else operand.squeeze(0)
+    if operand.shape[0] != jt.batch_size:
+        fail(f"dimension 0 of {name}", f"{jt.batch_size} (batch_size) or 1", f"shape {shape}")
+    return jt._expand(operand)
+
+
+def pointwise(func: Function, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("out") is not None:
+        fail(
+            "out", "absent for jagged operands", "a tensor", "use the returned JaggedTensor", error=NotImplementedError
+        )
+    jt = next(a for a in (*args, *kwargs.values()) if isinstance(a, JaggedTensor))
+    operands = [align(a, jt, f"operand {i}") for i, a in enumerate(args)]
+    options = {name: align(value, jt, name) for name, value in kwargs.items()}
+    return jt._with_tokens(func(*operands, **options))
+
+
+register(
+    "abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or "
+    "bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp "
+    "exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot "
+    "isclose isfinite isinf isnan isneginf isposinf ldexp le lerp less less_equal lgamma log log10 log1p log2 logaddexp "
+    "logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply mvlgamma "
+    "nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg reciprocal remainder round rsqrt rsub "
+    "sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh true_divide trunc where xlogy "
+    "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 rrelu selu silu softplus "
+    "softshrink softsign tanhshrink threshold dropout alpha_dropout "
+    "empty_like full_like ones_like rand_like randn_like zeros_like",
+    pointwise,
+)
+register("double float half bfloat16 int long bool type_as", pointwise, (Tensor,))
+for _name in "add sub mul truediv floordiv mod pow and or xor eq ne lt le gt ge".split():
+    HANDLERS[getattr(Tensor, f"__{_name}__")] = pointwise
+for _name in "radd rsub rmul rtruediv rfloordiv rmod rpow rand ror rxor".split():
+    HANDLERS[getattr(Tensor, f"__{_name}__")] = pointwise
+
+
+def on_values(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Functions whose other arguments are parameters, not operands to align."""
+    if not isinstance(jt, JaggedTensor) or any(isinstance(a, JaggedTensor) for a in (*args, *kwargs.values())):
+        fail(
+            "the JaggedTensor",
+            f"the first argument of {func.__name__}, and the only jagged one",
+            "another argument",
+            error=TypeError,
+        )
+    return jt._with_tokens(func(jt._tokens(), *args, **kwargs))
+
+
+register("linear embedding one_hot", on_values, (F,))
+
+
+def normed(func: Function, jt: JaggedTensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    if dims > jt.ndim - 2:
+        fail("normalized_shape", f"of at most {jt.ndim - 2} dimensions (the features)", f"{tuple(normalized_shape)}")
+    return on_values(func, jt, normalized_shape, *args, **kwargs)
+
+
+register("layer_norm rms_norm", normed, (F,))
+
+
+def prelu(func: Function, jt: JaggedTensor, weight: Tensor) -> Any:
+    if weight.numel() > 1 and jt.ndim != 3:
+        fail("weight", "of one element unless values are [rows, features]", weight)
+    return on_values(func, jt, weight)
+
+
+register("prelu", prelu)
+
+
+def matmul(func: Function, left: Any, right: Any) -> Any:
+    """Token by token: `[..., D] @ [D, E]`; the batch dimensions of a dense operand stand on features only."""
+    jt = left if isinstance(left, JaggedTensor) else right
+    if isinstance(left, JaggedTensor) and isinstance(right, JaggedTensor):
+        _check_same_layout(left, right)
+        if left.ndim < 4 or right.ndim < 4:
+            fail(
+                "jagged operands of matmul",
+                "matrices for each token, (B, j, n, m)",
+                f"{left.shape} and {right.shape}",
+                "for dot products of tokens use (a * b).sum(-1), for attention keys.attend(query)",
+            )
+        return jt._with_tokens(func(left._tokens(), right._tokens()))
+    dense, allowed = (right, jt.ndim - 1) if jt is left else (left, jt.ndim - 2)
+    if dense.dim() > max(allowed, 2 if jt is left else 0):
+        fail(
+            "the dense operand of matmul",
+            f"of at most {allowed} dimensions, so that none stands on the batch",
+            dense,
+            "use a matrix [D, E], or jt.unbind()",
+        )
+    if jt is right and jt.ndim < 4:
+        fail("the right operand of matmul", "matrices for each token, (B, j, n, m)", str(jt.shape), "use jt @ W.T")
+    if jt is left and jt.ndim == 3 and dense.dim() > 2:
+        fail(
+            "the dense operand of matmul",
+            "a vector [D] or a matrix [D, E]",
+            dense,
+            "use jt.unbind() for a matrix per sequence",
+        )
+    return jt._with_tokens(func(left._tokens() if jt is left else left, right if jt is left else right._tokens()))
+
+
+register(
+    "matmul __matmul__ __rmatmul__",
+    lambda func, a, b: matmul(torch.matmul, *((b, a) if func is Tensor.__rmatmul__ else (a, b))),
+)
+
+
+# -- along a dimension --------------------------------------------------------------------------------------------------
+
+
+def by_method(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Functions that JaggedTensor has as methods, ragged dimension included."""
+    kwargs.pop("_stacklevel", None)  # F.softmax's own business
+    return getattr(jt, func.__name__)(*args, **kwargs)
+
+
+register("sum mean amax amin logsumexp std softmax log_softmax cumsum", by_method)
+register("detach clone contiguous is_floating_point", by_method, (torch, Tensor))
+register(
+    "split chunk",
+    lambda func, jt, n, dim=0: getattr(jt, func.__name__)(n) if dim == 0 else along_feature(func, jt, n, dim=dim),
+    (torch, Tensor),
+)
+
+
+def along_feature(func: Function, jt: JaggedTensor, *args: Any, dim: int | None = None, **kwargs: Any) -> Any:
+    if dim is None:
+        if not args or not isinstance(args[-1], int):
+            fail(
+                f"dim of {func.__name__}",
+                f"given: a feature dimension (2..{jt.ndim - 1})",
+                "none",
+                "name one with dim=",
+            )
+        *args_, dim = args
+        args = tuple(args_)
+    result = func(jt._tokens(), *args, dim=jt._feature_dim(dim), **kwargs)
+    if isinstance(result, Tensor):
+        return jt._with_tokens(result)
+    return tuple(jt._with_tokens(part) for part in result)
+
+
+def along_feature_or_all(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Functions that reduce everything when no dimension is named."""
+    if not args and kwargs.get("dim") is None:
+        return func(jt.values()[: jt.num_tokens])
+    return along_feature(func, jt, *args, **kwargs)
+
+
+register("all any max min prod var median", along_feature_or_all, (torch, Tensor))
+register("argmax argmin argsort cumprod sort", along_feature, (torch, Tensor))
+register("topk", lambda func, jt, k, dim=-1, **kw: along_feature(func, jt, k, dim=dim, **kw), (torch, Tensor))
+register("normalize", lambda func, jt, p=2.0, dim=1, **kw: along_feature(func, jt, p, dim=dim, **kw), (F,))
+register("glu softmin", lambda func, jt, dim=-1, **kw: along_feature(func, jt, dim=dim, **kw), (F,))
+
+
+def cosine_similarity(func: Function, a: JaggedTensor, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    if not isinstance(a, JaggedTensor):
+        a, b = b, a
+    return a._with_tokens(func(a._tokens(), align(b, a, "x2"), dim=a._feature_dim(dim), eps=eps))
+
+
+register("cosine_similarity", cosine_similarity, (F,))
+
+
+def joined(func: Function, tensors: Any, dim: int = 0) -> Any:
+    return JaggedTensor.cat(list(tensors), dim)
+
+
+def stacked(func: Function, tensors: Any, dim: int = 0) -> Any:
+    new = [x.unsqueeze(dim) for x in tensors]
+    return JaggedTensor.cat(new, dim if dim >= 0 else new[0].ndim + dim)
+
+
+register("cat concat concatenate", joined, (torch,))
+register("stack", stacked, (torch,))
+
+
+# -- the shape of features ----------------------------------------------------------------------------------------------
+
+
+def unsqueeze(func: Function, jt: JaggedTensor, dim: int) -> Any:
+    place = dim if dim >= 0 else jt.ndim + 1 + dim
+    if not 2 <= place <= jt.ndim:
+        fail("dim", f"a place among the features (2..{jt.ndim})", dim, "features come after (B, j)")
+    return jt._of(jt.values().unsqueeze(place - 1), jt.layout)
+
+
+def reshaped(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
+    """flatten, unflatten, transpose, squeeze, movedim: dimensions named first, all of them features."""
+    names = {"unflatten": 1, "squeeze": 1}
+    count = names.get(func.__name__, 2)
+    values = list(args) + list(kwargs.values())
+    dims = [jt._feature_dim(d) for d in values[:count]]
+    if len(dims) < count and func.__name__ == "flatten":
+        fail("start_dim and end_dim", "given: feature dimensions", f"{tuple(values)}", "e.g. jt.flatten(2, -1)")
+    return jt._of(func(jt.values(), *dims, *values[count:]), jt.layout)
+
+
+register("unsqueeze", unsqueeze, (torch, Tensor))
+register("flatten unflatten transpose swapaxes squeeze movedim", reshaped, (torch, Tensor))
+
+
+# -- losses -------------------------------------------------------------------------------------------------------------
+
+
+def loss(func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Over tokens only: a mean divides by the number of tokens, never by rows of slack. `reduction="none"` is jagged."""
+    jt = next(a for a in (*args, *kwargs.values()) if isinstance(a, JaggedTensor))
+    operands = [align(a, jt, f"operand {i}") if i < 2 else a for i, a in enumerate(args)]
+    named = {n: align(v, jt, n) if n in ("input", "target") else v for n, v in kwargs.items()}
+    operands, named = [_plain(a) for a in operands], {n: _plain(v) for n, v in named.items()}
+    reduction = kwargs.get("reduction", "mean")
+    rows, tokens = jt.values().shape[0], jt.layout.known_num_tokens
+    if reduction == "none":
+        return jt._with_tokens(func(*operands, **named))
+    if tokens is not None:  # cut the slack off
+        cut = lambda x: x[:tokens] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x  # noqa: E731
+        return func(
+            *map(cut, operands[:2]),
+            *operands[2:],
+            **{n: cut(v) if n in ("input", "target") else v for n, v in named.items()},
+        )
+    return _loss_of_unknown_count(func, jt, operands, named, reduction)
+
+
+def _loss_of_unknown_count(
+    func: Function, jt: JaggedTensor, operands: list[Any], named: dict[str, Any], reduction: str
+) -> Any:
+    """Where the host does not know the number of tokens: slack is masked rather than cut off."""
+    target = named.get("target", operands[1] if len(operands) > 1 else None)
+    if func in (F.cross_entropy, F.nll_loss) and not target.is_floating_point():
+        rows = jt.layout.row_mask(target.shape[0]).view(-1, *[1] * (target.dim() - 1))
+        target = torch.where(rows, target, named.get("ignore_index", -100))
+        named = {**named, "target": target}
+        return func(operands[0] if operands else named.pop("input"), **{n: v for n, v in named.items()})
+    each = jt._with_tokens(func(*operands, **{**named, "reduction": "none"}))
+    return each.sum() if reduction == "sum" else each.mean()
+
+
+def _plain(value: Any) -> Any:
+    return value._tokens() if isinstance(value, JaggedTensor) else value
+
+
+register(
+    "binary_cross_entropy binary_cross_entropy_with_logits cross_entropy huber_loss l1_loss mse_loss nll_loss "
+    "smooth_l1_loss soft_margin_loss poisson_nll_loss",
+    loss,
+    (F,),
+)
