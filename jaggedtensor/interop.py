@@ -14,7 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.tensor import JaggedTensor, _rebuild
 
-# -- pytree: the leaves are values and offsets ----------------------------------------------------------------------------
+# -- pytree: the leaves are values and offsets -------------------------------------------------------------------------
 
 
 def _flatten(jt: JaggedTensor) -> tuple[list[Any], None]:
@@ -45,11 +45,11 @@ pytree.register_pytree_node(
 torch.serialization.add_safe_globals([_rebuild, JaggedTensor, JaggedLayout])
 
 
-# -- collation ------------------------------------------------------------------------------------------------------------
+# -- collation ---------------------------------------------------------------------------------------------------------
 
 
 def collate(batch: Sequence[Any]) -> Any:
-    """For `DataLoader(collate_fn=jaggedtensor.collate)`: tensors of rank 1 or more become a JaggedTensor, whatever their
+    """For `DataLoader(collate_fn=jaggedtensor.collate)`: tensors of rank 1 or more become a JaggedTensor, of whatever
     lengths; scalars are stacked, and dicts, tuples and lists of them are walked as torch's `default_collate` does.
 
     >>> batch = collate([{"history": torch.arange(3), "label": 1}, {"history": torch.arange(1), "label": 0}])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from jaggedtensor.errors import check_integers, check_same_device, fail, is_readable
+from jaggedtensor.errors import check_integers, fail, is_readable
 
 _FROM_LENGTHS = "build offsets with JaggedTensor.from_lengths"
 
@@ -195,7 +195,7 @@ class JaggedLayout:
 
     @property
     def max_length(self) -> int:
-        """Length of the longest sequence (0 without any), or the declared bound. Reads the GPU (once) if neither is known."""
+        """Length of the longest sequence (0 without any), or the declared bound. Reads a GPU (once) without either."""
         if self._max_length is None:
             host = self.host_offsets()
             self._max_length = int(host.diff().max()) if self.batch_size else 0

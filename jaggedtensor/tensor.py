@@ -354,7 +354,8 @@ class JaggedTensor:
                 fail("the index of dimension 1 (ragged)", "a slice", cut, remedy, error=TypeError)
             chosen = self._of(*indexing.cut_sequences(chosen._values, chosen._layout, cut))
         if len(index) > 2:
-            chosen = self._of(chosen._values[(slice(None), *index[2:])], chosen._layout)
+            features = (slice(None),) + index[2:]
+            chosen = self._of(chosen._values[features], chosen._layout)
         return chosen
 
     def _choose(self, index: Any) -> Any:
@@ -442,7 +443,7 @@ class JaggedTensor:
     # -- along a dimension --------------------------------------------------------------------------------------------
 
     def sum(self, dim: int | None = None, *, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-        """`dim=1`: per sequence, Tensor `[B, *feature]`, 0 for an empty one. None: over everything. From 2: a feature."""
+        """`dim=1`: per sequence, Tensor `[B, *feature]`, 0 for an empty one. None: over all. From 2: a feature."""
         return self._reduce(torch.sum, reductions.sum, dim, keepdim, dtype=dtype)
 
     def mean(self, dim: int | None = None, *, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
@@ -487,12 +488,20 @@ class JaggedTensor:
     ) -> Any:
         options = {name: value for name, value in options.items() if value is not None}
         if dim is None:
-            return dense(self._values[: self.num_tokens], **options)
+            return self._reduce_all(dense, **options)
         dim = self._dimension(dim)
         if dim == 1:
             result = ragged(self._values, self._layout, **options)
             return result.unsqueeze(1) if keepdim else result
         return self._with_tokens(dense(self._tokens(), dim=self._feature_dim(dim), keepdim=keepdim, **options))
+
+    def _reduce_all(self, dense: Callable[..., Tensor], **options: Any) -> Tensor:
+        if self._layout.known_num_tokens is None and dense in (torch.sum, torch.mean):
+            # As in a CUDA graph: slack is 0 for the sum, and the count stays on the device.
+            total = torch.sum(self._tokens(), **options)
+            entries = self.offsets()[-1] * self._values.shape[1:].numel()
+            return total if dense is torch.sum else total / entries
+        return dense(self._values[: self.num_tokens], **options)
 
     def _scan(
         self, dense: Callable[..., Tensor], ragged: Callable[..., Tensor], dim: int, dtype: torch.dtype | None
@@ -591,7 +600,7 @@ class JaggedTensor:
     __and__, __rand__ = _through(torch.bitwise_and), _through(torch.bitwise_and, swapped=True)
     __or__, __ror__ = _through(torch.bitwise_or), _through(torch.bitwise_or, swapped=True)
     __xor__, __rxor__ = _through(torch.bitwise_xor), _through(torch.bitwise_xor, swapped=True)
-    __eq__, __ne__ = _through(torch.eq), _through(torch.ne)  # type: ignore[assignment]  # elementwise, as of Tensor
+    __eq__, __ne__ = _through(torch.eq), _through(torch.ne)  # elementwise, as of Tensor
     __lt__, __le__, __gt__, __ge__ = (_through(f) for f in (torch.lt, torch.le, torch.gt, torch.ge))
     __neg__, __abs__, __invert__ = _through(torch.neg), _through(torch.abs), _through(torch.bitwise_not)
     __hash__ = object.__hash__
@@ -685,7 +694,7 @@ for _cast in (Tensor.float, Tensor.int, Tensor.bool):
 
 
 def picture_of_lengths(lengths: Tensor, width: int = 24) -> str:
-    """Lengths on the CPU as a row of bars; a batch of more than `width` sequences is shown by its longest in each part."""
+    """Lengths on the CPU as a row of bars; of more than `width`, the longest in each part."""
     bars = " ▁▂▃▄▅▆▇█"
     parts = [int(part.max()) for part in lengths.tensor_split(min(width, max(lengths.numel(), 1))) if part.numel()]
     top = max(parts, default=0)

@@ -1,7 +1,7 @@
 """How torch functions act on a JaggedTensor: one table from function to handler.
 
 A handler gets the torch function and its arguments. Functions of single tokens run on the packed values; along a
-feature dimension the dimension is shifted; along the ragged dimension the JaggedTensor's own method answers; whatever is
+feature dimension the dimension is shifted; along the ragged dimension the JaggedTensor's own method answers; what is
 not in the table raises with the remedy. To teach the library a function, add its name to a list below.
 """
 
@@ -30,7 +30,7 @@ def register(names: str, handler: Function, spaces: Iterable[Any] = (torch, Tens
             HANDLERS[function] = handler
 
 
-# -- functions of single tokens -----------------------------------------------------------------------------------------
+# -- functions of single tokens ----------------------------------------------------------------------------------------
 
 
 def align(operand: Any, jt: JaggedTensor, name: str = "operand") -> Any:
@@ -79,16 +79,19 @@ def pointwise(func: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 register(
-    "abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or "
-    "bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp "
-    "exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot "
-    "isclose isfinite isinf isnan isneginf isposinf ldexp le lerp less less_equal lgamma log log10 log1p log2 logaddexp "
-    "logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply mvlgamma "
-    "nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg reciprocal remainder round rsqrt rsub "
-    "sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh true_divide trunc where xlogy "
-    "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 rrelu selu silu softplus "
-    "softshrink softsign tanhshrink threshold dropout alpha_dropout "
-    "empty_like full_like ones_like rand_like randn_like zeros_like",
+    """
+    abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not
+    bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma div divide eq
+    erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater
+    greater_equal gt heaviside hypot isclose isfinite isinf isnan isneginf isposinf ldexp le lerp less
+    less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor
+    logit lt masked_fill maximum minimum mul multiply mvlgamma nan_to_num ne neg negative nextafter not_equal
+    polygamma positive pow rad2deg reciprocal remainder round rsqrt rsub sigmoid sign signbit sin sinc sinh sqrt
+    square sub subtract tan tanh true_divide trunc where xlogy
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 rrelu selu
+    silu softplus softshrink softsign tanhshrink threshold dropout alpha_dropout
+    empty_like full_like ones_like rand_like randn_like zeros_like
+    """,
     pointwise,
 )
 register("double float half bfloat16 int long bool type_as", pointwise, (Tensor,))
@@ -171,7 +174,7 @@ register(
 )
 
 
-# -- along a dimension --------------------------------------------------------------------------------------------------
+# -- along a dimension -------------------------------------------------------------------------------------------------
 
 
 def by_method(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +245,7 @@ register("cat concat concatenate", joined, (torch,))
 register("stack", stacked, (torch,))
 
 
-# -- the shape of features ----------------------------------------------------------------------------------------------
+# -- the shape of features ---------------------------------------------------------------------------------------------
 
 
 def unsqueeze(func: Function, jt: JaggedTensor, dim: int) -> Any:
@@ -267,45 +270,35 @@ register("unsqueeze", unsqueeze, (torch, Tensor))
 register("flatten unflatten transpose swapaxes squeeze movedim", reshaped, (torch, Tensor))
 
 
-# -- losses -------------------------------------------------------------------------------------------------------------
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 def loss(func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Over tokens only: a mean divides by the number of tokens, never by rows of slack. `reduction="none"` is jagged."""
-    jt = next(a for a in (*args, *kwargs.values()) if isinstance(a, JaggedTensor))
-    operands = [align(a, jt, f"operand {i}") if i < 2 else a for i, a in enumerate(args)]
-    named = {n: align(v, jt, n) if n in ("input", "target") else v for n, v in kwargs.items()}
-    operands, named = [_plain(a) for a in operands], {n: _plain(v) for n, v in named.items()}
-    reduction = kwargs.get("reduction", "mean")
+    """Over tokens only: a mean divides by their number, never by rows of slack. `reduction="none"` is jagged."""
+    named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
+    rest = args[2:]  # a weight, as in nll_loss(input, target, weight)
+    jt = next(named[name] for name in ("input", "target") if isinstance(named[name], JaggedTensor))
+    both = []
+    for name in ("input", "target"):
+        operand = named.pop(name)
+        if isinstance(operand, JaggedTensor):  # class targets have fewer dimensions than logits
+            _check_same_layout(jt, operand)
+            both.append(operand._tokens())
+        else:
+            both.append(align(operand, jt, name))
+    if named.get("reduction", "mean") == "none":
+        return jt._with_tokens(func(*both, *rest, **named))
     rows, tokens = jt.values().shape[0], jt.layout.known_num_tokens
-    if reduction == "none":
-        return jt._with_tokens(func(*operands, **named))
     if tokens is not None:  # cut the slack off
-        cut = lambda x: x[:tokens] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x  # noqa: E731
-        return func(
-            *map(cut, operands[:2]),
-            *operands[2:],
-            **{n: cut(v) if n in ("input", "target") else v for n, v in named.items()},
-        )
-    return _loss_of_unknown_count(func, jt, operands, named, reduction)
-
-
-def _loss_of_unknown_count(
-    func: Function, jt: JaggedTensor, operands: list[Any], named: dict[str, Any], reduction: str
-) -> Any:
-    """Where the host does not know the number of tokens: slack is masked rather than cut off."""
-    target = named.get("target", operands[1] if len(operands) > 1 else None)
-    if func in (F.cross_entropy, F.nll_loss) and not target.is_floating_point():
-        rows = jt.layout.row_mask(target.shape[0]).view(-1, *[1] * (target.dim() - 1))
-        target = torch.where(rows, target, named.get("ignore_index", -100))
-        named = {**named, "target": target}
-        return func(operands[0] if operands else named.pop("input"), **{n: v for n, v in named.items()})
-    each = jt._with_tokens(func(*operands, **{**named, "reduction": "none"}))
-    return each.sum() if reduction == "sum" else each.mean()
-
-
-def _plain(value: Any) -> Any:
-    return value._tokens() if isinstance(value, JaggedTensor) else value
+        both = [x[:tokens] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x for x in both]
+        return func(*both, *rest, **named)
+    # The host does not know the number of tokens, as in a CUDA graph: slack is masked rather than cut off.
+    mask = jt.layout.row_mask(rows)
+    if func in (F.cross_entropy, F.nll_loss) and not both[1].is_floating_point():
+        mask = mask.view(-1, *[1] * (both[1].dim() - 1))
+        return func(both[0], torch.where(mask, both[1], named.get("ignore_index", -100)), *rest, **named)
+    each = jt._with_tokens(func(*both, *rest, **{**named, "reduction": "none"}))
+    return each.sum() if named.get("reduction") == "sum" else each.mean()
 
 
 register(

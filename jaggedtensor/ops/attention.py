@@ -99,9 +99,8 @@ def attend(
 
     if one_head:
         out, lse = out.squeeze(-2), lse.squeeze(1)
-    if isinstance(query, JaggedTensor):
-        out = query.with_values(out)
-    return (out, lse) if return_lse else out
+    result = query.with_values(out) if isinstance(query, JaggedTensor) else out
+    return (result, lse) if return_lse else result
 
 
 def _window(causal: bool, window: Window) -> tuple[int, int]:

@@ -7,7 +7,6 @@ state that backward needs is in tensors, so that `torch.compile`, checkpointing 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from jaggedtensor.errors import fail
 from jaggedtensor.kernels import dispatch

@@ -84,7 +84,7 @@ def from_nested(nested: Tensor) -> Packed:
         return from_nested(torch.nested.as_nested_tensor(list(nested.unbind()), layout=torch.jagged))
     if nested._ragged_idx != 1:  # type: ignore[attr-defined]  # torch.nested has no public question for it
         fail("the ragged dimension of nt", "dimension 1", str(nested._ragged_idx), "transpose it back first")  # type: ignore[attr-defined]
-    offsets, lengths = nested.offsets(), nested.lengths()
+    offsets, lengths = nested.offsets(), nested.lengths()  # type: ignore[attr-defined]  # of jagged ones only
     values = nested.values()
     if lengths is None:
         return values, JaggedLayout(offsets)

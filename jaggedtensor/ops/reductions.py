@@ -112,7 +112,7 @@ def _where_tokens(per_sequence: Tensor, layout: JaggedLayout) -> Tensor:
 
 
 def _finite_peak(wide: Tensor, layout: JaggedLayout) -> Tensor:
-    """`[B, *feature]`: what to subtract before exp; 0 where the maximum is infinite, so that inf - inf never happens."""
+    """`[B, *feature]`: what to subtract before exp; 0 where the maximum is infinite, so that inf - inf never occurs."""
     peak = amax(wide.detach(), layout)
     return torch.where(peak.isinf(), 0, peak)
 

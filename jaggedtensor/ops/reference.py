@@ -66,7 +66,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int, righ
     scores = scale * torch.einsum("ihd,jhd->hij", q, k)
     visible = visible_keys(q.shape[0], k.shape[0], left, right, q.device)  # [Lq, Lk]
     seen = visible.any(1)  # [Lq]
-    # A row that sees nothing gets finite scores, so that neither value nor gradient meets inf - inf; it is zeroed below.
+    # A row that sees nothing gets finite scores, so that neither value nor gradient meets inf - inf; zeroed below.
     scores = scores.masked_fill(~visible & seen[:, None], -math.inf)
     lse = scores.logsumexp(2)  # [Hq, Lq]
     p = (scores - lse[:, :, None]).exp() * visible

@@ -60,8 +60,8 @@ def _max(values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
 def _cumsum(values: Tensor, offsets: Tensor, ids: Tensor, reverse: bool) -> Tensor:
     """`[rows, *feature]` in the accumulator's dtype: sums from each sequence's start (or end, reversed).
 
-    Hillis and Steele's scan ("Data parallel algorithms", 1986): log2(rows) steps, and no sequence meets another's values,
-    as it would in a cumulative sum over all rows less the sum at the sequence's start.
+    Hillis and Steele's scan ("Data parallel algorithms", 1986): log2(rows) steps, and no sequence meets the values of
+    another, as it would in a cumulative sum over all rows less the sum at the sequence's start.
     """
     sums = values.to(_accumulator(values.dtype)).clone()
     slack = ids == offsets.shape[0] - 1
