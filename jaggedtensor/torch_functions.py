@@ -255,19 +255,22 @@ def unsqueeze(func: Function, jt: JaggedTensor, dim: int) -> Any:
     return jt._of(jt.values().unsqueeze(place - 1), jt.layout)
 
 
-def reshaped(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
-    """flatten, unflatten, transpose, squeeze, movedim: dimensions named first, all of them features."""
-    names = {"unflatten": 1, "squeeze": 1}
-    count = names.get(func.__name__, 2)
-    values = list(args) + list(kwargs.values())
-    dims = [jt._feature_dim(d) for d in values[:count]]
-    if len(dims) < count and func.__name__ == "flatten":
-        fail("start_dim and end_dim", "given: feature dimensions", f"{tuple(values)}", "e.g. jt.flatten(2, -1)")
-    return jt._of(func(jt.values(), *dims, *values[count:]), jt.layout)
+def flatten(func: Function, jt: JaggedTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
+    return jt._of(func(jt.values(), jt._feature_dim(start_dim), jt._feature_dim(end_dim)), jt.layout)
+
+
+def of_two_dims(func: Function, jt: JaggedTensor, dim0: int, dim1: int) -> Any:
+    return jt._of(func(jt.values(), jt._feature_dim(dim0), jt._feature_dim(dim1)), jt.layout)
+
+
+def of_one_dim(func: Function, jt: JaggedTensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    return jt._of(func(jt.values(), jt._feature_dim(dim), *args, **kwargs), jt.layout)
 
 
 register("unsqueeze", unsqueeze, (torch, Tensor))
-register("flatten unflatten transpose swapaxes squeeze movedim", reshaped, (torch, Tensor))
+register("flatten", flatten, (torch, Tensor))
+register("transpose swapaxes movedim", of_two_dims, (torch, Tensor))
+register("squeeze unflatten", of_one_dim, (torch, Tensor))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
