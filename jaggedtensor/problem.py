@@ -1,14 +1,23 @@
-"""AttentionProblem: all that the choice and the configuration of a kernel may look at."""
+"""One call of attention, seen twice: AttentionProblem, what a choice may look at, and AttentionArgs, what runs."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 UNLIMITED = -1  # a window side without a limit
+
+# Shared memory that one block may use, in bytes, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications per compute capability). Anything else, AMD's 64 KiB of LDS included, gets the smallest.
+_SHARED_MEMORY = {
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10,
+    (10, 3): 227 << 10, (12, 0): 99 << 10,
+}  # fmt: skip
+_LEAST_SHARED_MEMORY = 64 << 10
 
 
 class QueryKind(enum.Enum):
@@ -18,38 +27,49 @@ class QueryKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
-    """One call of attention without its values: a frozen input, so that choosing is a pure function of it.
+class Device:
+    """What of a device matters for kernels."""
 
-    `left` and `right` are the window of DESIGN's contract 3: query i sees key j when
+    type: str  # "cpu", "cuda"
+    arch: tuple[int, int] = (0, 0)  # compute capability; (0, 0) for a CPU and for AMD
+    processors: int = 1  # multiprocessors, compute units
+    shared_memory: int = _LEAST_SHARED_MEMORY  # bytes that one block may use
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        if device.type != "cuda":
+            return cls(device.type)
+        properties = torch.cuda.get_device_properties(device)
+        arch = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+        memory = _SHARED_MEMORY.get(arch, _LEAST_SHARED_MEMORY)
+        return cls("cuda", arch, properties.multi_processor_count, memory)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """All that the choice and the configuration of a kernel may look at: what stays the same from batch to batch.
+
+    `left` and `right` are the window of the design's contract 3: query i sees key j when
     `i + Lk - Lq - left <= j <= i + Lk - Lq + right`, with -1 for no limit; causal is `right = 0`.
     """
 
     query: QueryKind
-    batch_size: int
-    q_rows: int  # rows of the query tensor: Lq, B * Lq, or rows of a jagged one
-    kv_rows: int
+    q_len: int | None  # Lq, None for a jagged query
     q_heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-    device_type: str
+    device: Device
     left: int = UNLIMITED
     right: int = UNLIMITED
     deterministic: bool = False
+    tf32: bool = False  # whether torch allows fp32 products in TF32
+    contiguous_rows: bool = True  # the last dimension of q, k and v is contiguous
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_offsets: Tensor | None,
-        k_offsets: Tensor,
-        left: int,
-        right: int,
-        deterministic: bool,
+        cls, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, left: int, right: int, deterministic: bool
     ) -> AttentionProblem:
         if q_offsets is not None:
             kind = QueryKind.JAGGED
@@ -57,18 +77,18 @@ class AttentionProblem:
             kind = QueryKind.PER_SEQUENCE if q.dim() == 4 else QueryKind.BROADCAST
         return cls(
             query=kind,
-            batch_size=k_offsets.shape[0] - 1,
-            q_rows=q.shape[:-2].numel(),
-            kv_rows=k.shape[0],
+            q_len=None if q_offsets is not None else q.shape[-3],
             q_heads=q.shape[-2],
             kv_heads=k.shape[1],
             head_dim=k.shape[2],
             value_dim=v.shape[2],
             dtype=k.dtype,
-            device_type=k.device.type,
+            device=Device.of(k.device),
             left=left,
             right=right,
             deterministic=deterministic,
+            tf32=k.is_cuda and torch.backends.cuda.matmul.allow_tf32,
+            contiguous_rows=all(x.stride(-1) == 1 for x in (q, k, v)),
         )
 
     @property
@@ -77,5 +97,58 @@ class AttentionProblem:
         return self.q_heads // self.kv_heads
 
     @property
-    def masked(self) -> bool:
+    def rows(self) -> int | None:
+        """Query rows of a sequence that share a key-value head, None for a jagged query."""
+        return None if self.q_len is None else self.q_len * self.group
+
+    @property
+    def windowed(self) -> bool:
         return self.left != UNLIMITED or self.right != UNLIMITED
+
+
+@dataclass(frozen=True)
+class AttentionArgs:
+    """The tensors and numbers of one call, as launchers take them.
+
+    q `[Lq, Hq, D]`, `[B, Lq, Hq, D]` or, with `q_offsets`, `[rows, Hq, D]`; k `[rows, Hkv, D]`; v `[rows, Hkv, Dv]`.
+    """
+
+    problem: AttentionProblem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_offsets: Tensor | None
+    k_offsets: Tensor
+    scale: float
+    slack: bool  # whether q, k or v have, or may have, rows past the last sequence
+    schedule: Sequence[Tensor]  # as the implementation's `plan` made it
+
+    @property
+    def batch_size(self) -> int:
+        return self.k_offsets.shape[0] - 1
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """`[B, Lq, Hq, Dv]` or `[rows, Hq, Dv]`."""
+        return out_shape(self.q, self.v, self.q_offsets, self.k_offsets)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """`[B, Hq, Lq]` or `[rows, Hq]`."""
+        return lse_shape(self.q, self.q_offsets, self.k_offsets)
+
+
+def out_shape(q: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> tuple[int, ...]:
+    if q_offsets is not None:
+        return (*q.shape[:2], v.shape[-1])
+    return (k_offsets.shape[0] - 1, *q.shape[-3:-1], v.shape[-1])
+
+
+def lse_shape(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> tuple[int, ...]:
+    if q_offsets is not None:
+        return tuple(q.shape[:2])
+    return (k_offsets.shape[0] - 1, q.shape[-2], q.shape[-3])
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from jaggedtensor import env
 from jaggedtensor.errors import fail
+from jaggedtensor.kernels.portable.plan import plan as plan_portable
 from jaggedtensor.problem import AttentionProblem
 
+if TYPE_CHECKING:
+    from jaggedtensor.layout import JaggedLayout
+
 MAX_HEAD_DIM = 256
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+Schedules = tuple[list[Tensor], list[Tensor]]  # for forward, for backward
+
+
+def plan_nothing(
+    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
+) -> Schedules:
+    """For implementations that work out on the fly who does what."""
+    return [], []
 
 
 @dataclass(frozen=True)
 class Implementation:
     """A kernel family as dispatch sees it.
 
-    `module` names the package with the launchers `forward` and `backward`; it is imported at the first use, so that
-    importing the library needs torch alone.
+    `module` names the package with the launchers `forward(args)` and `backward(args, ...)`; it is imported at the first
+    use, so that importing the library needs torch alone. `plan` asks the layouts for the schedules that they take.
     """
 
     name: str
     module: str
-    device_types: frozenset[str]
-    dtypes: frozenset[torch.dtype]
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    plan: Callable[[AttentionProblem, JaggedLayout, JaggedLayout | None, int, int, bool], Schedules] = plan_nothing
     max_head_dim: int = MAX_HEAD_DIM
+    needs_triton: bool = False
 
     def lacks(self, problem: AttentionProblem) -> list[str]:
         """Why this implementation cannot serve the problem; empty if it can."""
         reasons = []
-        if problem.device_type not in self.device_types:
-            reasons.append(f"runs on {', '.join(sorted(self.device_types))}, not on {problem.device_type}")
+        if self.needs_triton and not HAS_TRITON:
+            reasons.append("needs the package triton")
+        if problem.device.type not in self.devices:
+            reasons.append(f"runs on {', '.join(self.devices)}, not on {problem.device.type}")
         if problem.dtype not in self.dtypes:
             reasons.append(f"does not compute in {problem.dtype}")
         widest = max(problem.head_dim, problem.value_dim)
@@ -46,17 +67,23 @@ class Implementation:
         return importlib.import_module(self.module)
 
 
-_HALF = {torch.float16, torch.bfloat16}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 # Fastest first: choose() takes the first that lacks nothing.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation("cpu", "jaggedtensor.kernels.cpu", ("cpu",), (*_FLOATS, torch.float64)),
     Implementation(
-        "cpu", "jaggedtensor.kernels.cpu", frozenset({"cpu"}), frozenset({*_HALF, torch.float32, torch.float64})
+        "portable",
+        "jaggedtensor.kernels.portable.launch",
+        ("cuda", "cpu") if env.INTERPRETING else ("cuda",),
+        _FLOATS,
+        plan=plan_portable,
+        needs_triton=True,
     ),
 )
 
 # The reference is plain differentiable torch, not a kernel: ops.attention calls it directly.
-BACKENDS = (*(impl.name for impl in IMPLEMENTATIONS), "reference")
+BACKENDS = (*(implementation.name for implementation in IMPLEMENTATIONS), "reference")
 
 
 @dataclass(frozen=True)
@@ -89,6 +116,5 @@ def choose(problem: AttentionProblem, backend: str | None = None) -> Choice:
     )
 
 
-def run(direction: str, problem: AttentionProblem, backend: str | None, *args: Any, **kwargs: Any) -> Any:
-    launch: Callable[..., Any] = getattr(choose(problem, backend).implementation.launcher(), direction)
-    return launch(*args, **kwargs)
+def by_name(name: str) -> Implementation:
+    return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == name)

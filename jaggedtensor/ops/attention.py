@@ -10,11 +10,11 @@ from torch import Tensor
 
 from jaggedtensor import env
 from jaggedtensor.errors import check_same_device, describe, fail
-from jaggedtensor.kernels.dispatch import BACKENDS, MAX_HEAD_DIM
+from jaggedtensor.kernels.dispatch import BACKENDS, MAX_HEAD_DIM, choose
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.ops.contract import attend_fwd
 from jaggedtensor.ops.reference import attend_reference
-from jaggedtensor.problem import UNLIMITED
+from jaggedtensor.problem import UNLIMITED, AttentionProblem
 from jaggedtensor.tensor import JaggedTensor
 
 Window = int | tuple[int | None, int | None] | None
@@ -53,7 +53,8 @@ def attend(
             both sides, None or -1 no limit.
         return_lse: also the logarithm of the sum of exponentials, which is differentiable: `[B, Hq, Lq]`, or
             `[tokens_q, Hq]` for a jagged query; fp32, fp64 for fp64 inputs.
-        backend: "cpu" or "reference"; runs there or raises, never falls back. None chooses.
+        backend: "cpu", "portable" (any GPU that runs Triton) or "reference"; runs there or raises, never falls back.
+            None chooses.
         deterministic: same bits in the gradients from run to run. (Forward, and the gradient of a broadcast query,
             always are.)
 
@@ -95,7 +96,15 @@ def attend(
     if backend == "reference":
         out, lse = attend_reference(q, k, v, q_offsets, key.offsets(), scale=scale, left=left, right=right)
     else:
-        out, lse = attend_fwd(q, k, v, q_offsets, key.offsets(), scale, left, right, backend, deterministic)
+        problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
+        implementation = choose(problem, backend).implementation
+        q_layout = query.layout if isinstance(query, JaggedTensor) else None
+        train = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        schedules = implementation.plan(problem, key.layout, q_layout, k.shape[0], q.shape[0], train)
+        slack = _has_slack(key, value, query)
+        out, lse = attend_fwd(
+            q, k, v, q_offsets, key.offsets(), *schedules, scale, left, right, implementation.name, deterministic, slack
+        )  # fmt: skip
 
     if one_head:
         out, lse = out.squeeze(-2), lse.squeeze(1)
@@ -194,6 +203,10 @@ def _check_layouts(
             describe(query),
             "leave it out to broadcast one query",
         )
+
+
+def _has_slack(*operands: Tensor | JaggedTensor) -> bool:
+    return any(x.layout.has_slack(x.values().shape[0]) for x in operands if isinstance(x, JaggedTensor))
 
 
 def _fail_layouts(key: JaggedLayout, value: JaggedLayout) -> None:

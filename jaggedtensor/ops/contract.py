@@ -1,21 +1,22 @@
 """The operators `jaggedtensor::attend_fwd` and `attend_bwd`: what torch knows of attention.
 
-Schemas, shapes and derivative only; which kernel runs is decided inside, by `kernels.dispatch`, on real tensors. All
-state that backward needs is in tensors, so that `torch.compile`, checkpointing and CUDA graphs see data and no objects.
+Schemas, shapes and derivative only; the kernels belong to the implementation that `backend` names. All state that they
+need is in tensors, so that `torch.compile`, checkpointing and CUDA graphs see data and no objects.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from jaggedtensor.errors import fail
-from jaggedtensor.kernels import dispatch
-from jaggedtensor.problem import AttentionProblem
+from jaggedtensor.kernels.dispatch import by_name
+from jaggedtensor.problem import AttentionArgs, AttentionProblem, lse_dtype, lse_shape, out_shape
 
 _lib = torch.library.Library("jaggedtensor", "FRAGMENT")
 _ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? q_offsets, Tensor k_offsets, float scale, int left, int right, "
-    "str? backend, bool deterministic"
+    "Tensor q, Tensor k, Tensor v, Tensor? q_offsets, Tensor k_offsets, Tensor[] forward_schedule, "
+    "Tensor[] backward_schedule, float scale, int left, int right, str backend, bool deterministic, bool slack"
 )
 _lib.define(f"attend_fwd({_ARGS}) -> (Tensor, Tensor)")
 _lib.define(
@@ -26,52 +27,43 @@ attend_fwd = torch.ops.jaggedtensor.attend_fwd.default
 attend_bwd = torch.ops.jaggedtensor.attend_bwd.default
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _forward(q, k, v, q_offsets, k_offsets, scale, left, right, backend, deterministic):
-    problem = AttentionProblem.of(q, k, v, q_offsets, k_offsets, left, right, deterministic)
-    return dispatch.run("forward", problem, backend, q, k, v, q_offsets, k_offsets, scale=scale, left=left, right=right)
+def _forward(
+    q,
+    k,
+    v,
+    q_offsets,
+    k_offsets,
+    forward_schedule,
+    backward_schedule,
+    scale,
+    left,
+    right,
+    backend,
+    deterministic,
+    slack,
+):
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
+    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, forward_schedule)
+    return by_name(backend).launcher().forward(args)
 
 
 def _backward(
-    grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, scale, left, right, backend, deterministic, needs
-):
-    problem = AttentionProblem.of(q, k, v, q_offsets, k_offsets, left, right, deterministic)
-    grads = dispatch.run(
-        "backward",
-        problem,
-        backend,
-        grad_out,
-        grad_lse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        q_offsets,
-        k_offsets,
-        scale=scale,
-        left=left,
-        right=right,
-        needs=tuple(needs),
-    )
+    grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, forward_schedule, backward_schedule, scale, left, right,
+    backend, deterministic, slack, needs,
+):  # fmt: skip
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
+    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, backward_schedule)
+    grads = by_name(backend).launcher().backward(args, grad_out, grad_lse, out, lse, tuple(needs))
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _forward_fake(q, k, v, q_offsets, k_offsets, scale, left, right, backend, deterministic):
-    if q_offsets is not None:
-        out, lse = q.shape[:2], q.shape[:2]  # [rows, Hq]
-    else:
-        batch, (length, heads) = k_offsets.shape[0] - 1, q.shape[-3:-1]
-        out, lse = (batch, length, heads), (batch, heads, length)
-    return q.new_empty(*out, v.shape[-1]), q.new_empty(lse, dtype=lse_dtype(q.dtype))
+def _forward_fake(q, k, v, q_offsets, k_offsets, *options):
+    out = q.new_empty(out_shape(q, v, q_offsets, k_offsets))
+    return out, q.new_empty(lse_shape(q, q_offsets, k_offsets), dtype=lse_dtype(q.dtype))
 
 
-def _backward_fake(
-    grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, scale, left, right, backend, deterministic, needs
-):
+def _backward_fake(grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, *options):
+    needs = options[-1]
     return tuple(x.new_empty(x.shape if need else 0) for x, need in zip((q, k, v), needs, strict=True))
 
 
@@ -83,20 +75,25 @@ torch.library.register_fake("jaggedtensor::attend_bwd", _backward_fake, lib=_lib
 
 
 def _setup(ctx, inputs, output) -> None:
-    q, k, v, q_offsets, k_offsets, *ctx.options = inputs
+    q, k, v, q_offsets, k_offsets, forward_schedule, schedule, *ctx.options = inputs
+    ctx.forward_tensors = len(forward_schedule)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, q_offsets, k_offsets)
+    ctx.save_for_backward(q, k, v, *output, q_offsets, k_offsets, *schedule)
 
 
-def _derivative(ctx, grad_out, grad_lse):
-    q, k, v, out, lse, q_offsets, k_offsets = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
+def _derivative(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
+    q, k, v, out, lse, q_offsets, k_offsets, *schedule = ctx.saved_tensors
+    # q_offsets, k_offsets, each tensor of both schedules, and the options have no gradient
+    nothing = (None, None, [None] * ctx.forward_tensors, [None] * len(schedule), *[None] * len(ctx.options))
     if grad_out is None and grad_lse is None:
-        return (None,) * 10
+        return None, None, None, *nothing
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = attend_bwd(grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, *ctx.options, needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 7
+    needs = list(ctx.needs_input_grad[:3])
+    grads = attend_bwd(
+        grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, [], schedule, *ctx.options, needs
+    )  # fmt: skip
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 
 
 def _no_second_derivative(ctx, *grads):

@@ -1,0 +1,1 @@
+"""Backward: config (which of three kernels, and blocks for them), device, launch."""

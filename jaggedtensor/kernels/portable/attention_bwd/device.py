@@ -1,0 +1,319 @@
+"""Backward. With S = scale * Q K^T, P = exp(S - lse), dP = dO V^T and delta = rowsum(O dO) - dlse:
+
+    dV = P^T dO        dS = P (dP - delta)        dK = scale * dS^T Q        dQ = scale * dS K
+
+(Dao et al. 2022, appendix B.4; the gradient of lse enters through delta.) Three ways to share the work:
+
+    keys_kernel       stays on a block of keys, walks the query rows            -> dK, dV
+    queries_kernel    stays on a block of query rows, walks the keys            -> dQ
+    broadcast_kernel  stays on the one query of the batch, walks the keys of all sequences; each block of keys is met
+                      once, so its dK and dV are finished on the way            -> dK, dV and a share of dQ
+
+Shares of a broadcast query's dQ are stored one per worker and summed in the order of workers: same bits every time.
+
+A row that sees no key has lse = -inf; loading it as +inf makes its probabilities 0. Keys past the end of a sequence are
+zeros: they add nothing to dQ, and their own rows of dK and dV are not stored. So only windows mask scores.
+"""
+
+import triton
+import triton.language as tl
+
+from jaggedtensor.kernels.shared.masks import blocks_seen_by_all, blocks_that_see_all, visible
+from jaggedtensor.kernels.shared.rows import (
+    QueryRows,
+    Sequence,
+    key_places,
+    load_rows,
+    product,
+    query_places,
+    query_rows,
+    query_span,
+    sequence_at,
+    store_rows,
+)
+from jaggedtensor.kernels.shared.tiles import load_tile
+
+
+@triton.jit(do_not_specialize=["total", "inner"])
+def delta_kernel(
+    out,  # operands of [B, Lq, Hq, Dv] or [rows, Hq, Dv]
+    grad_out,
+    grad_lse,  # operand, or None
+    delta,
+    total,  # rows in all
+    inner,  # rows of one batch entry
+    C: tl.constexpr,
+):
+    """delta = rowsum(out * grad_out) - grad_lse, for each query row and head."""
+    row = tl.program_id(0).to(tl.int64) * C.block_m + tl.arange(0, C.block_m)
+    head = tl.program_id(1)
+    inside = row < total
+    number, i = row // inner, row % inner
+    rows = QueryRows(i, head, inside)
+    sequence = Sequence(number, 0, inner)
+    o = load_rows(query_places(out, sequence, rows), inside, C.value_dim, C.block_dv, True)
+    do = load_rows(query_places(grad_out, sequence, rows), inside, C.value_dim, C.block_dv, True)
+    result = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if grad_lse is not None:
+        result -= tl.load(query_places(grad_lse, sequence, rows), mask=inside, other=0.0)
+    tl.store(query_places(delta, sequence, rows), result, mask=inside)
+
+
+@triton.jit
+def load_statistics(statistics, sequence, rows):
+    """lse in log2 units, +inf where a row sees nothing or is not there; delta."""
+    lse = tl.load(query_places(statistics[0], sequence, rows), mask=rows.inside, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    return lse, tl.load(query_places(statistics[1], sequence, rows), mask=rows.inside, other=0.0)
+
+
+@triton.jit
+def probabilities(score, lse, scale_log2, C: tl.constexpr):
+    """exp(S - lse) of raw scores; at most 1, so that what stands outside of a sequence cannot overflow."""
+    if C.flip:
+        score = -score
+    return tl.exp2(tl.minimum(score * scale_log2 - lse, 0.0))
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def keys_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    statistics,  # (lse, delta)
+    dk,
+    dv,
+    tiles,  # a tile stays on a kv block and walks blocks of query rows
+    offsets,
+    q_len,
+    scales,  # (|scale| * log2(e), scale)
+    window,
+    C: tl.constexpr,
+):
+    """dK and dV of one block of keys."""
+    N: tl.constexpr = C.block_n
+    D: tl.constexpr = C.block_d
+    DV: tl.constexpr = C.block_dv
+    tile = load_tile(tiles, tl.program_id(0))
+    if tile.sequence < 0:
+        return
+    queries = sequence_at(offsets[0], tile.sequence, q_len)
+    keys = sequence_at(offsets[1], tile.sequence, 0)
+    j = tile.kv_begin * C.block_n + tl.arange(0, C.block_n)
+    here = j < keys.count
+    k_tile = load_rows(key_places(k, keys, tile.head, j), here, C.head_dim, C.block_d, True)  # [N, D]
+    v_tile = load_rows(key_places(v, keys, tile.head, j), here, C.value_dim, C.block_dv, True)  # [N, Dv]
+    dk_tile = tl.zeros([N, D], tl.float32)
+    dv_tile = tl.zeros([N, DV], tl.float32)
+
+    shift = keys.count - queries.count
+    edge = (j, shift, window)
+    source = (q, grad_out, statistics, queries)
+    if C.left or C.right:
+        last = tl.minimum((tile.kv_begin + 1) * C.block_n, keys.count) - 1
+        whole, rest = blocks_that_see_all(
+            tile.kv_begin * C.block_n, last, queries.count, shift, window, tile.q_begin, tile.q_end, C
+        )
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, whole, edge, scales[0], C, True
+        )
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, whole, rest, edge, scales[0], C, False
+        )
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, rest, tile.q_end, edge, scales[0], C, True
+        )
+    else:
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, tile.q_end, edge, scales[0], C, False
+        )
+    if dk is not None:
+        store_rows(key_places(dk, keys, tile.head, j), dk_tile * scales[1], here, C.head_dim, C.block_d)
+    if dv is not None:
+        store_rows(key_places(dv, keys, tile.head, j), dv_tile, here, C.value_dim, C.block_dv)
+
+
+@triton.jit
+def walk_queries(
+    dk_tile, dv_tile, k_tile, v_tile, source, head, begin, end, edge, scale_log2, C: tl.constexpr, MASK: tl.constexpr
+):
+    M: tl.constexpr = C.block_m
+    N: tl.constexpr = C.block_n
+    lse, delta = load_statistics(source[2], source[3], query_rows(begin, head, source[3].count, C))
+    for block in range(begin, end):
+        rows = query_rows(block, head, source[3].count, C)
+        q_tile = load_rows(query_places(source[0], source[3], rows), rows.inside, C.head_dim, C.block_d, True)
+        do_tile = load_rows(query_places(source[1], source[3], rows), rows.inside, C.value_dim, C.block_dv, True)
+        score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
+        # Asked for a turn ahead: these loads feed no product, so Triton does not pipeline them by itself.
+        next_lse, next_delta = load_statistics(source[2], source[3], query_rows(block + 1, head, source[3].count, C))
+        p = probabilities(score, lse[:, None], scale_log2, C)  # [M, N]: statistics of rows take few registers
+        if MASK:
+            p = tl.where(visible(rows.i[:, None], edge[0][None, :], edge[1], edge[2], C), p, 0.0)
+        dv_tile = product(p.to(do_tile.dtype).T, do_tile, dv_tile, C)
+        dp = product(do_tile, v_tile.T, tl.zeros([M, N], tl.float32), C)
+        ds = p * (dp - delta[:, None])
+        dk_tile = product(ds.to(q_tile.dtype).T, q_tile, dk_tile, C)
+        lse, delta = next_lse, next_delta
+    return dk_tile, dv_tile
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def queries_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    statistics,
+    dq,  # operand like q, or for a broadcast query the shares, fp32 [workers, M, D]
+    schedule,  # (tiles, worker_offsets), or (tiles, None): one tile for each program
+    offsets,
+    q_len,
+    scales,
+    window,
+    C: tl.constexpr,
+):
+    """dQ of one block of query rows: of one sequence, or a worker's share of a broadcast query's."""
+    M: tl.constexpr = C.block_m
+    D: tl.constexpr = C.block_d
+    worker = tl.program_id(0)
+    dq_tile = tl.zeros([M, D], tl.float32)
+    if schedule[1] is None:
+        tile = load_tile(schedule[0], worker)
+        if tile.sequence < 0:
+            return
+        queries = sequence_at(offsets[0], tile.sequence, q_len)
+        rows = query_rows(tile.q_begin, tile.head, queries.count, C)
+        dq_tile = walk_keys(
+            dq_tile, q, k, v, grad_out, statistics, tile.sequence, tile.q_begin, tile.head, tile.kv_begin, tile.kv_end, offsets,
+            q_len, scales[0], window, C,
+        )  # fmt: skip
+        store_rows(query_places(dq, queries, rows), dq_tile * scales[1], rows.inside, C.head_dim, C.block_d)
+    else:
+        for t in range(tl.load(schedule[1] + worker), tl.load(schedule[1] + worker + 1)):
+            tile = load_tile(schedule[0], t)
+            # A line of the schedule is a pair (head, block of query rows); a worker stays on one.
+            dq_tile = walk_keys(
+                dq_tile, q, k, v, grad_out, statistics, tile.sequence, tile.head % C.q_blocks, tile.head // C.q_blocks,
+                tile.kv_begin, tile.kv_end, offsets, q_len, scales[0], window, C,
+            )  # fmt: skip
+        store_share(dq, worker, dq_tile * scales[1], C)
+
+
+@triton.jit
+def walk_keys(
+    dq_tile, q, k, v, grad_out, statistics, sequence, block, head, begin, end, offsets, q_len, scale_log2, window,
+    C: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of query rows from kv blocks begin..end-1 of one sequence."""
+    queries = sequence_at(offsets[0], sequence, q_len)
+    keys = sequence_at(offsets[1], sequence, 0)
+    rows = query_rows(block, head, queries.count, C)
+    q_tile = load_rows(query_places(q, queries, rows), rows.inside, C.head_dim, C.block_d, True)  # [M, D]
+    do_tile = load_rows(query_places(grad_out, queries, rows), rows.inside, C.value_dim, C.block_dv, True)  # [M, Dv]
+    lse, delta = load_statistics(statistics, queries, rows)
+    shift = keys.count - queries.count
+    edge = (rows.i, shift, window)
+    fixed = (q_tile, do_tile, lse, delta)
+    first, last = query_span(block, queries.count, C)
+    whole, rest = blocks_seen_by_all(first, last, keys.count, shift, window, begin, end, C)
+    if C.left:
+        dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, begin, whole, edge, scale_log2, C, True)
+    dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, whole, rest, edge, scale_log2, C, False)
+    return add_keys(dq_tile, fixed, k, v, keys, head, rest, end, edge, scale_log2, C, True)
+
+
+@triton.jit
+def add_keys(dq_tile, fixed, k, v, keys, head, begin, end, edge, scale_log2, C: tl.constexpr, MASK: tl.constexpr):
+    M: tl.constexpr = C.block_m
+    N: tl.constexpr = C.block_n
+    for block in range(begin, end):
+        j = block * C.block_n + tl.arange(0, C.block_n)
+        here = j < keys.count
+        k_tile = load_rows(key_places(k, keys, head, j), here, C.head_dim, C.block_d, MASK)  # [N, D]
+        v_tile = load_rows(key_places(v, keys, head, j), here, C.value_dim, C.block_dv, MASK)  # [N, Dv]
+        score = product(fixed[0], k_tile.T, tl.zeros([M, N], tl.float32), C)  # [M, N]
+        p = probabilities(score, fixed[2][:, None], scale_log2, C)
+        if MASK and (C.left or C.right):
+            p = tl.where(visible(edge[0][:, None], j[None, :], edge[1], edge[2], C), p, 0.0)
+        dp = product(fixed[1], v_tile.T, tl.zeros([M, N], tl.float32), C)
+        ds = p * (dp - fixed[3][:, None])
+        dq_tile = product(ds.to(k_tile.dtype), k_tile, dq_tile, C)
+    return dq_tile
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def broadcast_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    statistics,
+    dk,
+    dv,
+    dq,  # shares, fp32 [workers, M, D]
+    schedule,  # (tiles, worker_offsets): equal ranges of the kv blocks of one head, over all sequences
+    k_offsets,
+    q_len,
+    scales,
+    window,
+    C: tl.constexpr,
+):
+    """dK, dV and a share of dQ; the query and dQ stay on chip for the life of the program."""
+    M: tl.constexpr = C.block_m
+    N: tl.constexpr = C.block_n
+    D: tl.constexpr = C.block_d
+    DV: tl.constexpr = C.block_dv
+    worker = tl.program_id(0)
+    head = worker // C.workers
+    rows = query_rows(0, head, q_len, C)
+    q_tile = load_rows(query_places(q, Sequence(worker * 0, 0, q_len), rows), rows.inside, C.head_dim, C.block_d, True)
+    dq_tile = tl.zeros([M, D], tl.float32)
+    for t in range(tl.load(schedule[1] + worker), tl.load(schedule[1] + worker + 1)):
+        tile = load_tile(schedule[0], t)
+        queries = sequence_at(None, tile.sequence, q_len)
+        keys = sequence_at(k_offsets, tile.sequence, 0)
+        do_tile = load_rows(query_places(grad_out, queries, rows), rows.inside, C.value_dim, C.block_dv, True)
+        lse, delta = load_statistics(statistics, queries, rows)
+        for block in range(tile.kv_begin, tile.kv_end):
+            j = block * C.block_n + tl.arange(0, C.block_n)
+            here = j < keys.count
+            k_tile = load_rows(key_places(k, keys, head, j), here, C.head_dim, C.block_d, True)  # [N, D]
+            v_tile = load_rows(key_places(v, keys, head, j), here, C.value_dim, C.block_dv, True)  # [N, Dv]
+            score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
+            p = probabilities(score, lse[:, None], scales[0], C)  # [M, N]: statistics of rows take few registers
+            if C.left or C.right:
+                p = tl.where(visible(rows.i[:, None], j[None, :], keys.count - q_len, window, C), p, 0.0)
+            if dv is not None:
+                dv_tile = product(p.to(do_tile.dtype).T, do_tile, tl.zeros([N, DV], tl.float32), C)
+                store_rows(key_places(dv, keys, head, j), dv_tile, here, C.value_dim, C.block_dv)
+            dp = product(do_tile, v_tile.T, tl.zeros([M, N], tl.float32), C)
+            ds = (p * (dp - delta[:, None])).to(q_tile.dtype)
+            if dk is not None:
+                dk_tile = product(ds.T, q_tile, tl.zeros([N, D], tl.float32), C)
+                store_rows(key_places(dk, keys, head, j), dk_tile * scales[1], here, C.head_dim, C.block_d)
+            if dq is not None:
+                dq_tile = product(ds, k_tile, dq_tile, C)
+    if dq is not None:
+        store_share(dq, worker, dq_tile * scales[1], C)
+
+
+@triton.jit
+def store_share(dq, worker, dq_tile, C: tl.constexpr):
+    """A worker's share of a broadcast query's gradient, rows past the end included."""
+    row = tl.arange(0, C.block_m)
+    places = dq.pointer + worker.to(tl.int64) * dq.batch + row * dq.row
+    store_rows(places, dq_tile, row >= 0, C.head_dim, C.block_d)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def clear_kernel(x, offsets, batch, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in the rows past the last sequence of a contiguous [rows, WIDTH]."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slack = (row >= tl.load(offsets + batch)) & (row < rows)
+    if tl.max(slack.to(tl.int32), 0) > 0:
+        for begin in range(0, WIDTH, 128):
+            column = begin + tl.arange(0, 128)
+            at = x + row[:, None] * WIDTH + column[None, :]
+            tl.store(at, tl.zeros([BLOCK, 128], x.dtype.element_ty), mask=slack[:, None] & (column < WIDTH)[None, :])

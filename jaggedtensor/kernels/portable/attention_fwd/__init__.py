@@ -1,0 +1,1 @@
+"""Forward: config (blocks for a problem), device (the kernel), launch."""

@@ -1,0 +1,56 @@
+"""Launches the forward kernel. Its arguments are checked already."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from jaggedtensor.kernels.portable.attention_fwd.config import select
+from jaggedtensor.kernels.portable.attention_fwd.device import fill_kernel, forward_kernel
+from jaggedtensor.kernels.portable.operands import columns_together, device_of, of_keys, of_queries, of_statistics
+from jaggedtensor.kernels.portable.tiling import Tiling
+from jaggedtensor.problem import AttentionArgs, AttentionProblem
+
+
+@functools.lru_cache(maxsize=512)
+def tiling_of(problem: AttentionProblem, flip: bool) -> Tiling:
+    return replace(select(problem), flip=flip)
+
+
+def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """out and lse; rows without a visible key are filled here (0 and -inf), the others by the kernel."""
+    problem, (tiles,) = args.problem, args.schedule
+    tiling = tiling_of(problem, args.scale < 0)
+    q, k, v = columns_together(args.q), columns_together(args.k), columns_together(args.v)
+    jagged = args.q_offsets is not None
+    if jagged or problem.windowed:  # any row may see nothing
+        out = q.new_zeros(args.out_shape)
+        lse = q.new_full(args.lse_shape, -math.inf, dtype=torch.float32)
+    else:  # all rows of empty sequences, no other
+        out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    with device_of(args):
+        if not (jagged or problem.windowed):
+            sizes = (out[0].numel(), lse[0].numel())
+            fill_kernel[(args.batch_size,)](out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4)
+        if tiles.shape[0]:
+            forward_kernel[(tiles.shape[0],)](
+                of_queries(q),
+                of_keys(k),
+                of_keys(v),
+                of_queries(out),
+                of_statistics(lse, jagged),
+                (tiles, None),
+                (args.q_offsets, args.k_offsets),
+                problem.q_len or 0,
+                abs(args.scale) * math.log2(math.e),
+                (problem.left, problem.right),
+                tiling,
+                **tiling.options,
+            )
+    return out, lse
