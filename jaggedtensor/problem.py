@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +39,30 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
+        """Looked up once for each device."""
+        if torch.compiler.is_compiling():
+            return cls._look_up(device)
+        if device not in _DEVICES:
+            _DEVICES[device] = cls._look_up(device)
+        return _DEVICES[device]
+
+    @classmethod
+    def _look_up(cls, device: torch.device) -> Device:
         if device.type != "cuda":
             return cls(device.type)
         properties = torch.cuda.get_device_properties(device)
         arch = (0, 0) if torch.version.hip else (properties.major, properties.minor)
         memory = _SHARED_MEMORY.get(arch, _LEAST_SHARED_MEMORY)
         return cls("cuda", arch, properties.multi_processor_count, memory)
+
+
+@torch.compiler.assume_constant_result
+def tf32_allowed() -> bool:
+    """Asked through the newer of torch's two interfaces: the older one raises where a user has set the newer."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+_DEVICES: dict[torch.device, Device] = {}
 
 
 @dataclass(frozen=True)
@@ -65,30 +85,29 @@ class AttentionProblem:
     right: int = UNLIMITED
     deterministic: bool = False
     tf32: bool = False  # whether torch allows fp32 products in TF32
-    contiguous_rows: bool = True  # the last dimension of q, k and v is contiguous
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, left: int, right: int, deterministic: bool
     ) -> AttentionProblem:
+        # index() makes a size that torch.compile has as a symbol a number, for which it compiles.
         if q_offsets is not None:
             kind = QueryKind.JAGGED
         else:
             kind = QueryKind.PER_SEQUENCE if q.dim() == 4 else QueryKind.BROADCAST
         return cls(
             query=kind,
-            q_len=None if q_offsets is not None else q.shape[-3],
-            q_heads=q.shape[-2],
-            kv_heads=k.shape[1],
-            head_dim=k.shape[2],
-            value_dim=v.shape[2],
+            q_len=None if q_offsets is not None else index(q.shape[-3]),
+            q_heads=index(q.shape[-2]),
+            kv_heads=index(k.shape[1]),
+            head_dim=index(k.shape[2]),
+            value_dim=index(v.shape[2]),
             dtype=k.dtype,
             device=Device.of(k.device),
             left=left,
             right=right,
             deterministic=deterministic,
-            tf32=k.is_cuda and torch.backends.cuda.matmul.allow_tf32,
-            contiguous_rows=all(x.stride(-1) == 1 for x in (q, k, v)),
+            tf32=k.is_cuda and tf32_allowed(),
         )
 
     @property
@@ -106,8 +125,7 @@ class AttentionProblem:
         return self.left != UNLIMITED or self.right != UNLIMITED
 
 
-@dataclass(frozen=True)
-class AttentionArgs:
+class AttentionArgs(NamedTuple):
     """The tensors and numbers of one call, as launchers take them.
 
     q `[Lq, Hq, D]`, `[B, Lq, Hq, D]` or, with `q_offsets`, `[rows, Hq, D]`; k `[rows, Hkv, D]`; v `[rows, Hkv, Dv]`.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from operator import index
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from jaggedtensor import env
 from jaggedtensor.errors import check_same_device, describe, fail
 from jaggedtensor.kernels.dispatch import BACKENDS, MAX_HEAD_DIM, choose
 from jaggedtensor.layout import JaggedLayout
-from jaggedtensor.ops.contract import attend_fwd
+from jaggedtensor.ops import contract
 from jaggedtensor.ops.reference import attend_reference
 from jaggedtensor.problem import UNLIMITED, AttentionProblem
+from jaggedtensor.schedules.types import Identity
 from jaggedtensor.tensor import JaggedTensor
 
 Window = int | tuple[int | None, int | None] | None
+_BEYOND = 1 << 30  # further than any sequence is long; with less, places of keys stay within int32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -83,33 +86,76 @@ def attend(
     k, v = key.values(), value.values()
     one_head = k.dim() == 2
     _check_ranks(query, q, k, v, one_head)
-    if one_head:  # the head axis that everything inside has
-        q, k, v = q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2)
+    if one_head:
+        q, k, v = q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2)  # the head axis that everything inside has
     q, k, v = _autocast(q, k, v)
-    _check_shapes(q, k, v)
-    _check_layouts(query, key, value, q, k, v)
+    q_layout = query.layout if isinstance(query, JaggedTensor) else None
+    q_offsets = None if q_layout is None else q_layout.offsets()
 
-    scale = 1 / math.sqrt(k.shape[2]) if scale is None else float(scale)
-    if not math.isfinite(scale):
-        fail("scale", "finite", scale)
-    q_offsets = query.offsets() if isinstance(query, JaggedTensor) else None
     if backend == "reference":
+        _check(query, key, value, q, k, v)
+        scale = _scale(scale, k)
         out, lse = attend_reference(q, k, v, q_offsets, key.offsets(), scale=scale, left=left, right=right)
     else:
-        problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
-        implementation = choose(problem, backend).implementation
-        q_layout = query.layout if isinstance(query, JaggedTensor) else None
-        train = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        schedules = implementation.plan(problem, key.layout, q_layout, k.shape[0], q.shape[0], train)
-        slack = _has_slack(key, value, query)
-        out, lse = attend_fwd(
-            q, k, v, q_offsets, key.offsets(), *schedules, scale, left, right, implementation.name, deterministic, slack
-        )  # fmt: skip
+        train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+        def prepare() -> Recipe:
+            _check(query, key, value, q, k, v)
+            problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
+            implementation = choose(problem, backend).implementation
+            schedules = implementation.plan(problem, key.layout, q_layout, k.shape[0], q.shape[0], train)
+            return Recipe(
+                *schedules, _scale(scale, k), left, right, implementation.name, deterministic, _slack(query, key, value)
+            )
+
+        if (
+            torch.compiler.is_compiling()
+            or value.layout is not key.layout
+            or (q_layout is not None and q_layout.is_static)
+        ):
+            recipe = prepare()
+        else:
+            signature = (
+                q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, v.device, left, right, scale, backend,
+                deterministic, train, None if q_layout is None else Identity(q_layout),
+            )  # fmt: skip
+            recipe = key.layout._remember(signature, prepare)
+        out, lse = contract.attend(q, k, v, q_offsets, key.offsets(), *recipe)
 
     if one_head:
         out, lse = out.squeeze(-2), lse.squeeze(1)
-    result = query.with_values(out) if isinstance(query, JaggedTensor) else out
+    result = query._of(out, query.layout) if isinstance(query, JaggedTensor) else out
     return (result, lse) if return_lse else result
+
+
+class Recipe(NamedTuple):
+    """What a call comes to once its shapes are known to be right: the last arguments of the operator.
+
+    Kept with the layout of the keys, so that a layer that asks again, or the next one, pays for none of it.
+    """
+
+    forward_schedule: list[Tensor]
+    backward_schedule: list[Tensor]
+    scale: float
+    left: int
+    right: int
+    backend: str
+    deterministic: bool
+    slack: bool
+
+
+def _check(
+    query: Tensor | JaggedTensor, key: JaggedTensor, value: JaggedTensor, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    _check_shapes(q, k, v)
+    _check_layouts(query, key, value, q, k, v)
+
+
+def _scale(scale: float | None, k: Tensor) -> float:
+    scale = 1 / math.sqrt(index(k.shape[2])) if scale is None else float(scale)
+    if not torch.compiler.is_compiling() and not math.isfinite(scale):
+        fail("scale", "finite", scale)
+    return scale
 
 
 def _window(causal: bool, window: Window) -> tuple[int, int]:
@@ -129,6 +175,8 @@ def _window(causal: bool, window: Window) -> tuple[int, int]:
             fail("window", "of ints or None", repr(window), error=TypeError)
         elif side < UNLIMITED:
             fail("window", "at least 0 on each side (None or -1: no limit)", repr(window))
+        elif side >= _BEYOND:
+            sides[i] = UNLIMITED
     if causal:
         sides[1] = 0 if sides[1] == UNLIMITED else min(sides[1], 0)
     return sides[0], sides[1]
@@ -205,7 +253,7 @@ def _check_layouts(
         )
 
 
-def _has_slack(*operands: Tensor | JaggedTensor) -> bool:
+def _slack(*operands: Tensor | JaggedTensor) -> bool:
     return any(x.layout.has_slack(x.values().shape[0]) for x in operands if isinstance(x, JaggedTensor))
 
 

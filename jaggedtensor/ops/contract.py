@@ -6,10 +6,12 @@ need is in tensors, so that `torch.compile`, checkpointing and CUDA graphs see d
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
-from jaggedtensor.errors import fail
+from jaggedtensor.errors import fail, is_readable
 from jaggedtensor.kernels.dispatch import by_name
 from jaggedtensor.problem import AttentionArgs, AttentionProblem, lse_dtype, lse_shape, out_shape
 
@@ -48,8 +50,8 @@ def _forward(
 
 
 def _backward(
-    grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, forward_schedule, backward_schedule, scale, left, right,
-    backend, deterministic, slack, needs,
+    grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, forward_schedule, backward_schedule, scale, left,
+    right, backend, deterministic, slack, needs,
 ):  # fmt: skip
     problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
     args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, backward_schedule)
@@ -67,44 +69,84 @@ def _backward_fake(grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, 
     return tuple(x.new_empty(x.shape if need else 0) for x, need in zip((q, k, v), needs, strict=True))
 
 
-for _device in ("CPU", "CUDA"):
-    _lib.impl("attend_fwd", _forward, _device)
-    _lib.impl("attend_bwd", _backward, _device)
-torch.library.register_fake("jaggedtensor::attend_fwd", _forward_fake, lib=_lib)
-torch.library.register_fake("jaggedtensor::attend_bwd", _backward_fake, lib=_lib)
+def attend(*args: Any) -> tuple[Tensor, Tensor]:
+    """The operator `attend_fwd`; straight to its kernel where nobody watches, as the dispatcher costs as much again."""
+    return attend_fwd(*args) if torch.compiler.is_compiling() else _attend(*args)
 
 
-def _setup(ctx, inputs, output) -> None:
-    q, k, v, q_offsets, k_offsets, forward_schedule, schedule, *ctx.options = inputs
-    ctx.forward_tensors = len(forward_schedule)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, q_offsets, k_offsets, *schedule)
+def _attend(*args: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and (args[0].requires_grad or args[1].requires_grad or args[2].requires_grad):
+        return _Attend.apply(*args)
+    return _below_autograd(attend_fwd, _forward, args)
 
 
-def _derivative(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
-    q, k, v, out, lse, q_offsets, k_offsets, *schedule = ctx.saved_tensors
-    # q_offsets, k_offsets, each tensor of both schedules, and the options have no gradient
-    nothing = (None, None, [None] * ctx.forward_tensors, [None] * len(schedule), *[None] * len(ctx.options))
-    if grad_out is None and grad_lse is None:
-        return None, None, None, *nothing
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    needs = list(ctx.needs_input_grad[:3])
-    grads = attend_bwd(
-        grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, [], schedule, *ctx.options, needs
-    )  # fmt: skip
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
+def _below_autograd(operator: Any, kernel: Any, args: tuple[Any, ...]) -> Any:
+    if _is_watched(args[0]):
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args)
+    return kernel(*args)
 
 
-def _no_second_derivative(ctx, *grads):
-    fail(
-        "the order of derivative of attention",
-        "1",
-        "2 (double backward)",
-        "use backend='reference', which torch differentiates any number of times",
-        error=NotImplementedError,
+def _is_watched(tensor: Tensor) -> bool:
+    """Whether somebody looks at operators as they are called: a tracer, a mode, a transform, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or not is_readable(tensor)
     )
 
 
-torch.library.register_autograd("jaggedtensor::attend_fwd", _derivative, setup_context=_setup, lib=_lib)
-torch.library.register_autograd("jaggedtensor::attend_bwd", _no_second_derivative, lib=_lib)
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, q_offsets, k_offsets, _, schedule, *ctx.options = args
+        out, lse = _below_autograd(attend_fwd, _forward, args)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, q_offsets, k_offsets, *schedule)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:  # type: ignore[override]
+        q, k, v, out, lse, q_offsets, k_offsets, *schedule = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        nothing = [None] * (len(ctx.needs_input_grad) - 3)
+        if grad_out is None and grad_lse is None:
+            return None, None, None, *nothing
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        grads = _attend_backward(
+            grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, [], schedule, *ctx.options, needs
+        )
+        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
+
+
+def _attend_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        return _AttendBackward.apply(*args)
+    return _below_autograd(attend_bwd, _backward, args)
+
+
+class _AttendBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _below_autograd(attend_bwd, _backward, args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:  # type: ignore[override]
+        fail(
+            "the order of derivative of attention",
+            "1",
+            "2 (double backward)",
+            "use backend='reference', which torch differentiates any number of times",
+            error=NotImplementedError,
+        )
+
+
+for _device in ("CPU", "CUDA"):
+    _lib.impl("attend_fwd", _forward, _device)
+    _lib.impl("attend_bwd", _backward, _device)
+_lib.impl("attend_fwd", _attend, "Autograd")
+_lib.impl("attend_bwd", _attend_backward, "Autograd")
+torch.library.register_fake("jaggedtensor::attend_fwd", _forward_fake, lib=_lib)
+torch.library.register_fake("jaggedtensor::attend_bwd", _backward_fake, lib=_lib)

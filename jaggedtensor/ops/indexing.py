@@ -6,7 +6,9 @@ rest gathers rows once. On a GPU, a gather needs the number of chosen rows on th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +43,9 @@ def sequence_range(values: Tensor, layout: JaggedLayout, begin: int, end: int) -
     first, last = int(host[begin]), int(host[end])
     offsets = layout.offsets()[begin : end + 1]
     shifted = offsets - first if first else offsets.clone()
-    bound = layout.known_max_length
-    return values[first:last], JaggedLayout(shifted, max_length=bound, validate=False)
+    part = JaggedLayout(shifted, max_length=layout.declared_max_length, validate=False)
+    part._num_tokens, part._host_offsets = last - first, host[begin : end + 1] - first
+    return values[first:last], part
 
 
 def pick_sequences(values: Tensor, layout: JaggedLayout, index: Tensor) -> Packed:
@@ -75,10 +78,11 @@ def pick_sequences(values: Tensor, layout: JaggedLayout, index: Tensor) -> Packe
 
 def cut_sequences(values: Tensor, layout: JaggedLayout, cut: slice) -> Packed:
     """`x[cut]` of every sequence, by Python's rules for slices; the step must be positive, as in torch."""
-    step = 1 if cut.step is None else int(cut.step)
+    start, stop, step = (_int_or_none(bound) for bound in (cut.start, cut.stop, cut.step))
+    step = 1 if step is None else step
     if step < 1:
         fail("the step of a slice", "positive", step, "reverse a sequence with map over jt.unbind()")
-    if cut.start is None and cut.stop is None and step == 1:
+    if start is None and stop is None and step == 1:
         return values, layout
     lengths = layout.lengths().to(torch.int64)
 
@@ -88,10 +92,16 @@ def cut_sequences(values: Tensor, layout: JaggedLayout, cut: slice) -> Packed:
         place = lengths + bound if bound < 0 else torch.full_like(lengths, bound)
         return torch.minimum(place.clamp(min=0), lengths)
 
-    begin = resolve(cut.start, torch.zeros_like(lengths))
-    end = resolve(cut.stop, lengths)
+    begin = resolve(start, torch.zeros_like(lengths))
+    end = resolve(stop, lengths)
     count = ((end - begin).clamp(min=0) + step - 1) // step
     return _gather(values, layout.offsets().to(torch.int64)[:-1] + begin, count, step)
+
+
+def _int_or_none(bound: Any) -> int | None:
+    if bound is not None and not hasattr(bound, "__index__"):
+        fail("the bounds of a slice", "ints or None", bound, error=TypeError)
+    return None if bound is None else operator.index(bound)
 
 
 def first_tokens(values: Tensor, layout: JaggedLayout) -> Tensor:
@@ -141,8 +151,8 @@ def _gather(values: Tensor, starts: Tensor, lengths: Tensor, step: int = 1) -> P
 
 def _ends(values: Tensor, layout: JaggedLayout, rows: Tensor) -> Tensor:
     some = (layout.lengths() > 0).view(-1, *[1] * (values.dim() - 1))
-    if values.shape[0] == 0:  # no row to point at
-        return values.new_zeros(layout.batch_size, *values.shape[1:])
+    if values.shape[0] == 0:  # no row to point at: the sum of none is 0, and hangs on values
+        return values.sum(0, keepdim=True, dtype=values.dtype).expand(layout.batch_size, *values.shape[1:]).clone()
     rows = rows.to(torch.int64).clamp(0, values.shape[0] - 1)
     return torch.where(some, values.index_select(0, rows), torch.zeros((), dtype=values.dtype, device=values.device))
 

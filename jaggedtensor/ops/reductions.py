@@ -19,6 +19,7 @@ from jaggedtensor.ops.segment import segment_cumsum, segment_expand, segment_max
 
 def sum(values: Tensor, layout: JaggedLayout, dtype: torch.dtype | None = None) -> Tensor:
     """`[rows, *feature]` -> `[B, *feature]`; integers and booleans give int64, as torch.sum."""
+    values = values if dtype is None else values.to(dtype)
     return _wide_sum(values, layout).to(dtype or _sum_dtype(values))
 
 
@@ -46,7 +47,7 @@ def amin(values: Tensor, layout: JaggedLayout) -> Tensor:
 def std(values: Tensor, layout: JaggedLayout, correction: float = 1) -> Tensor:
     """Two passes; NaN where a non-empty sequence has at most `correction` tokens, as torch.std."""
     check_floating(values, "values", "std")
-    wide = _widen(values)
+    wide = _widen(zero_slack(values, layout))
     centred = wide - _expand(_wide_sum(wide, layout) / _lengths(values, layout).clamp(min=1), values, layout)
     squares = _wide_sum(centred.square(), layout)
     lengths = _lengths(values, layout)
@@ -59,7 +60,7 @@ def std(values: Tensor, layout: JaggedLayout, correction: float = 1) -> Tensor:
 
 def logsumexp(values: Tensor, layout: JaggedLayout) -> Tensor:
     check_floating(values, "values", "logsumexp")
-    wide = _widen(values)
+    wide = _widen(zero_slack(values, layout))
     peak = _finite_peak(wide, layout)
     total = _wide_sum((wide - _expand(peak, values, layout)).exp(), layout)
     some = _lengths(values, layout) > 0
@@ -69,17 +70,17 @@ def logsumexp(values: Tensor, layout: JaggedLayout) -> Tensor:
 def softmax(values: Tensor, layout: JaggedLayout) -> Tensor:
     """`[rows, *feature]` -> the same shape; the tokens of each sequence sum to 1; slack rows are 0."""
     check_floating(values, "values", "softmax")
-    wide = _widen(values)
+    wide = _widen(zero_slack(values, layout))
     weights = (wide - _expand(_finite_peak(wide, layout), values, layout)).exp()
     total = _expand(_wide_sum(weights, layout), values, layout)
+    total = zero_slack(total, layout, fill=1)  # not 0 / 0, whose gradient is NaN
     return zero_slack(weights / total, layout).to(values.dtype)
 
 
 def log_softmax(values: Tensor, layout: JaggedLayout) -> Tensor:
     check_floating(values, "values", "log_softmax")
-    return zero_slack(_widen(values) - _expand(logsumexp(_widen(values), layout), values, layout), layout).to(
-        values.dtype
-    )
+    wide = _widen(zero_slack(values, layout))
+    return zero_slack(wide - _expand(logsumexp(wide, layout), values, layout), layout).to(values.dtype)
 
 
 def cumsum(values: Tensor, layout: JaggedLayout, dtype: torch.dtype | None = None) -> Tensor:
@@ -117,12 +118,12 @@ def _finite_peak(wide: Tensor, layout: JaggedLayout) -> Tensor:
     return torch.where(peak.isinf(), 0, peak)
 
 
-def zero_slack(values: Tensor, layout: JaggedLayout) -> Tensor:
-    """The same tensor where there is no slack; else a copy with 0 there, which gives slack no gradient either."""
+def zero_slack(values: Tensor, layout: JaggedLayout, *, fill: float = 0) -> Tensor:
+    """The same tensor where there is no slack; else a copy with `fill` there, which gives slack no gradient either."""
     if not layout.has_slack(values.shape[0]):
         return values
     mask = layout.row_mask(values.shape[0]).view(-1, *[1] * (values.dim() - 1))
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return torch.where(mask, values, torch.full((), fill, dtype=values.dtype, device=values.device))
 
 
 def _widen(values: Tensor) -> Tensor:

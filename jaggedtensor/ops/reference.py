@@ -32,6 +32,10 @@ def attend_reference(
     kv_ends = k_offsets.tolist()
     batch = len(kv_ends) - 1
     q_ends = q_offsets.tolist() if q_offsets is not None else None
+    dtype, wide = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)  # here, so that gradients add up in fp32 and are rounded once
+    # The sum of no numbers: 0 that hangs on every input, so that a gradient is exactly 0 and not absent.
+    nothing = q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
     outs, lses = [], []
     for b in range(batch):
         keys, values = k[kv_ends[b] : kv_ends[b + 1]], v[kv_ends[b] : kv_ends[b + 1]]
@@ -40,29 +44,27 @@ def attend_reference(
         else:
             query = q[b] if q.dim() == 4 else q
         out, lse = attend_one(query, keys, values, scale=scale, left=left, right=right)
-        outs.append(out.to(q.dtype))
+        outs.append(out)
         lses.append(lse)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if q_ends is None:
+    if q_ends is not None:
+        slack = q.shape[0] - q_ends[-1]
+        outs.append(q.new_zeros(slack, q.shape[1], v.shape[2]))
+        lses.append(q.new_full((slack, q.shape[1]), -math.inf))
+        out, lse = torch.cat(outs), torch.cat(lses)
+    elif batch:
+        out, lse = torch.stack(outs), torch.stack(lses).transpose(1, 2)
+    else:
         length, heads = q.shape[-3:-1]
-        if not batch:
-            return q.new_zeros(0, length, heads, v.shape[2]), q.new_zeros(0, heads, length, dtype=wide)
-        return torch.stack(outs), torch.stack(lses).transpose(1, 2)
-    slack = q.shape[0] - q_ends[-1]
-    outs.append(q.new_zeros(slack, q.shape[1], v.shape[2]))
-    lses.append(q.new_full((slack, q.shape[1]), -math.inf, dtype=wide))
-    return torch.cat(outs), torch.cat(lses)
+        out, lse = q.new_zeros(0, length, heads, v.shape[2]), q.new_zeros(0, heads, length)
+    return (out + nothing).to(dtype), lse + nothing
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
     """One sequence: q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]` -> out `[Lq, Hq, Dv]`, lse `[Lq, Hq]`."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
-    q, k, v = q.to(wide), k.to(wide).repeat_interleave(group, 1), v.to(wide).repeat_interleave(group, 1)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if k.shape[0] == 0:
-        # Zero times q, so that the result hangs on every input: the gradient is then exactly 0, not absent.
-        out = q.new_zeros(*q.shape[:2], v.shape[2]) + 0 * q.sum(2, keepdim=True).nan_to_num(0, 0, 0)
-        return out, q.new_full(q.shape[:2], -math.inf)
+        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], -math.inf)
     scores = scale * torch.einsum("ihd,jhd->hij", q, k)
     visible = visible_keys(q.shape[0], k.shape[0], left, right, q.device)  # [Lq, Lk]
     seen = visible.any(1)  # [Lq]

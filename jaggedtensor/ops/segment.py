@@ -25,10 +25,10 @@ segment_cumsum = torch.ops.jaggedtensor.segment_cumsum.default
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is summed in fp32, booleans are counted."""
+    """Half precision is summed in fp32; integers and booleans in int64, as in torch.sum."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
-    return torch.int64 if dtype == torch.bool else dtype
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
 def _sum(values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _cumsum(values: Tensor, offsets: Tensor, ids: Tensor, reverse: bool) -> Tens
     Hillis and Steele's scan ("Data parallel algorithms", 1986): log2(rows) steps, and no sequence meets the values of
     another, as it would in a cumulative sum over all rows less the sum at the sequence's start.
     """
-    sums = values.to(_accumulator(values.dtype)).clone()
+    sums = values.to(_accumulator(values.dtype)).clone(memory_format=torch.contiguous_format)
     slack = ids == offsets.shape[0] - 1
     sums.masked_fill_(slack.view(-1, *[1] * (values.dim() - 1)), 0)
     longest = int(offsets.diff().max()) if offsets.device.type == "cpu" and offsets.shape[0] > 1 else sums.shape[0]

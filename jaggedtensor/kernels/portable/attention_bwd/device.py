@@ -12,7 +12,7 @@
 Shares of a broadcast query's dQ are stored one per worker and summed in the order of workers: same bits every time.
 
 A row that sees no key has lse = -inf; loading it as +inf makes its probabilities 0. Keys past the end of a sequence are
-zeros: they add nothing to dQ, and their own rows of dK and dV are not stored. So only windows mask scores.
+zeros: they add nothing to dQ as long as dS is finite, and their own rows of dK and dV are not stored.
 """
 
 import triton
@@ -61,10 +61,11 @@ def delta_kernel(
 
 @triton.jit
 def load_statistics(statistics, sequence, rows):
-    """lse in log2 units, +inf where a row sees nothing or is not there; delta."""
-    lse = tl.load(query_places(statistics[0], sequence, rows), mask=rows.inside, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
-    return lse, tl.load(query_places(statistics[1], sequence, rows), mask=rows.inside, other=0.0)
+    """lse in log2 units and delta; +inf and 0 where a row sees nothing, whatever its gradients are, or is not there."""
+    lse = tl.load(query_places(statistics[0], sequence, rows), mask=rows.inside, other=float("-inf"))
+    delta = tl.load(query_places(statistics[1], sequence, rows), mask=rows.inside, other=0.0)
+    blind = lse == float("-inf")
+    return tl.where(blind, float("inf"), lse) * 1.4426950408889634, tl.where(blind, 0.0, delta)
 
 
 @triton.jit
@@ -235,8 +236,11 @@ def add_keys(dq_tile, fixed, k, v, keys, head, begin, end, edge, scale_log2, C: 
         v_tile = load_rows(key_places(v, keys, head, j), here, C.value_dim, C.block_dv, MASK)  # [N, Dv]
         score = product(fixed[0], k_tile.T, tl.zeros([M, N], tl.float32), C)  # [M, N]
         p = probabilities(score, fixed[2][:, None], scale_log2, C)
-        if MASK and (C.left or C.right):
-            p = tl.where(visible(edge[0][:, None], j[None, :], edge[1], edge[2], C), p, 0.0)
+        if MASK:
+            seen = here[None, :]
+            if C.left or C.right:
+                seen = seen & visible(edge[0][:, None], j[None, :], edge[1], edge[2], C)
+            p = tl.where(seen, p, 0.0)
         dp = product(fixed[1], v_tile.T, tl.zeros([M, N], tl.float32), C)
         ds = p * (dp - fixed[3][:, None])
         dq_tile = product(ds.to(k_tile.dtype), k_tile, dq_tile, C)
@@ -285,6 +289,8 @@ def broadcast_kernel(
             p = probabilities(score, lse[:, None], scales[0], C)  # [M, N]: statistics of rows take few registers
             if C.left or C.right:
                 p = tl.where(visible(rows.i[:, None], j[None, :], keys.count - q_len, window, C), p, 0.0)
+            if q_tile.dtype == tl.float16:  # else -delta of a key past the end may overflow, and inf * 0 is NaN
+                p = tl.where(here[None, :], p, 0.0)
             if dv is not None:
                 dv_tile = product(p.to(do_tile.dtype).T, do_tile, tl.zeros([N, DV], tl.float32), C)
                 store_rows(key_places(dv, keys, head, j), dv_tile, here, C.value_dim, C.block_dv)

@@ -144,4 +144,4 @@ def _sum_of_shares(shares: Tensor | None, tiles: Tensor, args: AttentionArgs, ti
     heads, rows, width = problem.kv_heads, problem.rows, problem.head_dim
     total = shares.view(heads, tiling.q_blocks, tiling.workers, tiling.block_m, width).sum(2)
     packed = total.flatten(1, 2)[:, :rows].unflatten(1, (-1, problem.group))  # [Hkv, Lq, group, D]
-    return packed.transpose(0, 1).flatten(1, 2).to(args.q.dtype)
+    return packed.transpose(0, 1).flatten(1, 2).to(args.q.dtype).contiguous()  # the strides that the fake promises

@@ -16,6 +16,9 @@ from jaggedtensor.kernels.portable.tiling import Tiling
 from jaggedtensor.problem import AttentionArgs, AttentionProblem
 
 
+SMALL = 1 << 22  # elements that are filled in less time than a launch takes
+
+
 @functools.lru_cache(maxsize=512)
 def tiling_of(problem: AttentionProblem, flip: bool) -> Tiling:
     return replace(select(problem), flip=flip)
@@ -27,15 +30,17 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     tiling = tiling_of(problem, args.scale < 0)
     q, k, v = columns_together(args.q), columns_together(args.k), columns_together(args.v)
     jagged = args.q_offsets is not None
-    if jagged or problem.windowed:  # any row may see nothing
+    # Without windows only empty sequences see nothing: then writing all rows twice is worth a launch to avoid.
+    by_kernel = not jagged and not problem.windowed and math.prod(args.out_shape) > SMALL
+    if not by_kernel:
         out = q.new_zeros(args.out_shape)
         lse = q.new_full(args.lse_shape, -math.inf, dtype=torch.float32)
-    else:  # all rows of empty sequences, no other
+    else:
         out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     with device_of(args):
-        if not (jagged or problem.windowed):
+        if by_kernel:
             sizes = (out[0].numel(), lse[0].numel())
             fill_kernel[(args.batch_size,)](out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4)
         if tiles.shape[0]:
