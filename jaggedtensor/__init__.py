@@ -5,5 +5,7 @@ from jaggedtensor import torch_functions as torch_functions
 from jaggedtensor.interop import collate as collate
 from jaggedtensor.layout import JaggedLayout as JaggedLayout
 from jaggedtensor.ops.attention import attend as attend
+from jaggedtensor.schedules import ScheduleKind as ScheduleKind
+from jaggedtensor.schedules import TileSchedule as TileSchedule
 from jaggedtensor.tensor import JaggedTensor as JaggedTensor
 from jaggedtensor.version import __version__ as __version__

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from jaggedtensor.errors import check_integers, fail, is_readable
+from jaggedtensor.errors import check_integers, check_same_device, fail, is_readable
+from jaggedtensor.problem import UNLIMITED
+from jaggedtensor.schedules.cache import Packed, ScheduleCache
+from jaggedtensor.schedules.types import Identity, Mask, ScheduleKind, ScheduleRequest, TileAxis, TileSchedule
 
 _FROM_LENGTHS = "build offsets with JaggedTensor.from_lengths"
 
@@ -54,6 +59,7 @@ class JaggedLayout:
         self._max_length_is_bound = max_length is not None
         self._host_offsets: Tensor | None = None
         self._derived: dict[Any, Any] = {}
+        self._schedules = ScheduleCache()
         self._equality: weakref.WeakKeyDictionary[JaggedLayout, bool] | None = None  # made when first asked
         if validate:
             self._validate()
@@ -126,27 +132,35 @@ class JaggedLayout:
         return self
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> JaggedLayout:
-        """This layout on a device. The copy is remembered, so tensors that share a layout still share one after it."""
+        """This layout on a device. The copy is remembered, so tensors that share a layout still share one after it.
+
+        Schedules built on a CPU go along, in one transfer; others are built again where they are used.
+        """
         device = _resolve(device)
         if device == self.device:
             return self
-        return self._remember(
-            ("to", device), lambda: self._converted(self.offsets().to(device, non_blocking=non_blocking))
-        )
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=non_blocking)
+
+        return self._remember(("to", device), lambda: self._converted(move))
 
     def pin_memory(self) -> JaggedLayout:
         if self._offsets.is_pinned():
             return self
-        return self._remember("pinned", lambda: self._converted(self.offsets().pin_memory()))
+        return self._remember("pinned", lambda: self._converted(Tensor.pin_memory))
 
-    def _converted(self, offsets: Tensor) -> JaggedLayout:
+    def _converted(self, convert: Callable[[Tensor], Tensor]) -> JaggedLayout:
         """The same structure on other storage: what the host knows stays known."""
-        layout = JaggedLayout(offsets, max_length=self._max_length, validate=False)
+        layout = JaggedLayout(convert(self.offsets()), max_length=self._max_length, validate=False)
         layout._capacity = self._capacity
         layout._max_length_is_bound = self._max_length_is_bound
         if self._capacity is None:
             layout._num_tokens = self._num_tokens
             layout._host_offsets = self._offsets if self.device.type == "cpu" else self._host_offsets
+        packed = self._schedules.pack(self) if self.device.type == "cpu" else None
+        if packed is not None:
+            layout._schedules.unpack(replace(packed, data=convert(packed.data)), layout)
         return layout
 
     # -- what it tells ------------------------------------------------------------------------------------------------
@@ -192,6 +206,11 @@ class JaggedLayout:
     def known_max_length(self) -> int | None:
         """The longest length, or a bound on it, if the host knows one without asking a GPU."""
         return self._max_length
+
+    @property
+    def declared_max_length(self) -> int | None:
+        """The bound given when this layout was made."""
+        return self._max_length if self._max_length_is_bound else None
 
     @property
     def max_length(self) -> int:
@@ -261,9 +280,105 @@ class JaggedLayout:
             self._equality[other] = torch.equal(mine.to(torch.int64), theirs.to(torch.int64))
         return self._equality[other]
 
+    # -- schedules ----------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self,
+        kind: ScheduleKind,
+        *,
+        q_len: int | JaggedLayout,
+        heads: int,
+        group: int = 1,
+        axis: TileAxis = TileAxis.QUERY,
+        block_q: int = 128,
+        block_kv: int = 128,
+        workers: int | None = None,
+        left: int = UNLIMITED,
+        right: int = UNLIMITED,
+        mask: Mask | None = None,
+        tile_cost: int = 0,
+        rows: int | None = None,
+        q_rows: int | None = None,
+    ) -> TileSchedule:
+        """The tiles of attention to these sequences, in an order and with owners. Built once and kept with the layout.
+
+        >>> layout = JaggedLayout(torch.tensor([0, 300, 300, 400]))
+        >>> layout.schedule(ScheduleKind.ZIGZAG, q_len=128, heads=4, workers=132)
+        TileSchedule(zigzag by query, 8 of at most 8 tiles of 128 x 128, heads=4, workers=132, device='cpu')
+
+        Built on the layout's device without the host waiting (but for `LPT`). A `with_capacity` layout, and any under
+        `torch.compile`, builds anew at every call, so that a CUDA graph rebuilds at every replay.
+
+        Args:
+            kind: order and owners.
+            q_len: queries of each sequence: one number for all, or the layout of a jagged query.
+            heads: key-value heads.
+            group: query heads that share one. They are packed: row `i * group + g` of a sequence's queries is query i
+                of head `head * group + g`, and `block_q` counts such rows.
+            axis: whether q blocks or KV blocks stay with a worker.
+            block_q, block_kv: packed query rows and keys of a block.
+            workers: CTAs; the multiprocessors of the device if left out.
+            left, right: the window as in `AttentionProblem` (-1: no limit); causal is `right=0`.
+            mask: bool `[B, q blocks, kv blocks]`, or a function of (sequence, q block, kv block) index tensors, which
+                broadcast against each other, that gives one. Blocks where it is false are left out. Known by identity:
+                a function should depend on nothing that changes.
+            tile_cost: what starting a tile costs, in KV blocks, for `STREAM_K` and `LPT` to weigh.
+            rows, q_rows: rows of the values of keys and of a jagged query: bounds for layouts on a GPU whose number of
+                tokens the host does not know. Unused where it does.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: a number out of range; nothing bounds the tokens; too many tiles for int32 places; a query
+                layout of another batch size or device.
+        """
+        if isinstance(q_len, JaggedLayout):
+            if q_len.batch_size != self.batch_size:
+                fail("the batch size of the query layout", f"{self.batch_size}, as of the keys", str(q_len.batch_size))
+            check_same_device(q_len.offsets(), "the query layout", self.device)
+        if mask is not None and not isinstance(mask, Tensor) and not callable(mask):
+            fail("mask", "a bool Tensor or a function that gives one", mask, error=TypeError)
+        if workers is None:
+            if self.device.type != "cuda":
+                fail("workers", f"given for a layout on {self.device}", None, "for example workers=132 for an H200")
+            workers = torch.cuda.get_device_properties(self.device).multi_processor_count
+        query = q_len if isinstance(q_len, JaggedLayout) else None
+        request = ScheduleRequest(
+            kind,
+            axis,
+            block_q,
+            block_kv,
+            heads,
+            group,
+            workers,
+            Identity(q_len) if isinstance(q_len, JaggedLayout) else q_len,
+            left,
+            right,
+            None if mask is None else Identity(mask),
+            tile_cost,
+        )
+        self._check_unchanged()
+
+        def make() -> TileSchedule:
+            from jaggedtensor.schedules.build import build
+
+            return build(request, self, query, mask, rows, q_rows)
+
+        changes = self.is_static or not is_readable(self._offsets)
+        if changes or (query is not None and (query.is_static or not is_readable(query._offsets))):
+            return make()
+        with torch.inference_mode(False):  # as in _remember
+            return self._schedules.get(request, make)
+
+    @property
+    def lengths_on_host(self) -> bool:
+        """Whether lengths can be looked at without asking a GPU."""
+        if self.is_static:
+            return False
+        return self._host_offsets is not None or (self.device.type == "cpu" and is_readable(self._offsets))
+
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that every tensor reachable from here is in use on `stream`."""
-        for tensor in (self._offsets, *self._derived.values()):
+        for tensor in (self._offsets, *self._derived.values(), *self._schedules.tensors()):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)
 
@@ -274,9 +389,11 @@ class JaggedLayout:
         if self.is_static or not is_readable(self._offsets):
             return compute()
         self._check_unchanged()
-        if key not in self._derived:
-            self._derived[key] = compute()
-        return self._derived[key]
+        known = self._derived.get(key)
+        if known is None:
+            with torch.inference_mode(False):  # what one use derives under inference_mode, another may train with
+                known = self._derived[key] = compute()
+        return known
 
     def _sequence_ids(self, rows: int) -> Tensor:
         if self.known_num_tokens == rows and is_readable(self._offsets):
@@ -286,7 +403,11 @@ class JaggedLayout:
         return torch.searchsorted(self.offsets(), row, right=True) - 1
 
     def _check_unchanged(self) -> None:
-        if is_readable(self._offsets) and _version_of(self._offsets) != self._version:
+        if not is_readable(self._offsets):
+            return
+        if self._version is None:  # made inside a graph, where versions are not tracked
+            self._version = _version_of(self._offsets)
+        if _version_of(self._offsets) != self._version:
             fail(
                 "offsets",
                 "unchanged since the layout was made",
@@ -348,8 +469,7 @@ class JaggedLayout:
     def __getstate__(self) -> dict[str, Any]:
         """Offsets and what was declared: everything else follows from them."""
         self._check_unchanged()
-        declared = self._max_length if self._max_length_is_bound else None
-        return {"offsets": self._offsets, "max_length": declared, "capacity": self._capacity}
+        return {"offsets": self._offsets, "max_length": self.declared_max_length, "capacity": self._capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Unpickled offsets on a CPU are checked like any others; reading a GPU's would be a hidden synchronisation.
@@ -357,6 +477,23 @@ class JaggedLayout:
         self._capacity = state["capacity"]
         if self.device.type == "cpu":
             self._validate()
+
+
+def _rebuild_with_schedules(state: dict[str, Any], packed: Packed | None) -> JaggedLayout:
+    layout = JaggedLayout.__new__(JaggedLayout)
+    layout.__setstate__(state)
+    if packed is not None:
+        layout._schedules.unpack(packed, layout)
+    return layout
+
+
+def _reduce_with_schedules(layout: JaggedLayout) -> tuple[Any, ...]:
+    packed = layout._schedules.pack(layout) if layout.device.type == "cpu" else None
+    return _rebuild_with_schedules, (layout.__getstate__(), packed)
+
+
+# From a DataLoader's worker schedules go along; into files and copies they don't, as they follow from the offsets.
+ForkingPickler.register(JaggedLayout, _reduce_with_schedules)
 
 
 def _version_of(tensor: Tensor) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from jaggedtensor.errors import check_integers, check_same_device, check_tensor, fail, is_readable
+from jaggedtensor.errors import check_floating, check_integers, check_same_device, check_tensor, fail, is_readable
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.ops import conversions, indexing, reductions
 from jaggedtensor.ops.reductions import zero_slack
@@ -18,8 +19,12 @@ from jaggedtensor.ops.segment import segment_expand
 if TYPE_CHECKING:
     import pyarrow
 
+    from jaggedtensor.ops.plan import Plan
+
 # torch function -> how it acts on jagged tensors; filled by jaggedtensor.torch_functions
 HANDLERS: dict[Any, Callable[..., Any]] = {}
+# name -> the same for what Tensor defines in Python, such as __rsub__: torch.compile does not find it by identity
+OPERATORS: dict[str, Callable[..., Any]] = {}
 
 
 def _through(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
@@ -32,6 +37,17 @@ def _through(function: Callable[..., Any], *, swapped: bool = False) -> Callable
 
     method.__name__ = function.__name__
     method.__doc__ = f"As `torch.{function.__name__}`, token by token."
+    return method
+
+
+def _comparison(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for == and !=, which leave what is neither tensor nor number to Python: it is not equal."""
+    compare = _through(function)
+
+    def method(self: JaggedTensor, other: Any) -> Any:
+        return compare(self, other) if isinstance(other, (JaggedTensor, Tensor, Number)) else NotImplemented
+
+    method.__name__, method.__doc__ = compare.__name__, compare.__doc__
     return method
 
 
@@ -126,7 +142,7 @@ class JaggedTensor:
         lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
         layout = JaggedLayout.from_lengths(lengths)
         values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
-        jt = cls._of(values, layout if pin_memory or device is not None else layout.to(values.device))
+        jt = cls._of(values, layout.to(values.device))
         if pin_memory:
             jt = jt.pin_memory()
         return jt if device is None else jt.to(device, non_blocking=pin_memory)
@@ -277,6 +293,13 @@ class JaggedTensor:
         """Values to compute on: slack replaced by 0, so that what is there cannot matter, not even 0 * NaN."""
         return zero_slack(self._values, self._layout)
 
+    def _tokens_beside(self, other: JaggedTensor) -> Tensor:
+        """The same with as many rows as `other`, a tensor on the same layout that may have other slack."""
+        tokens, rows = self._tokens(), other._values.shape[0]
+        if tokens.shape[0] < rows:
+            return torch.cat((tokens, tokens.new_zeros(rows - tokens.shape[0], *tokens.shape[1:])))
+        return tokens if tokens.shape[0] == rows else tokens[:rows]
+
     def _with_tokens(self, values: Tensor) -> Self:
         """A result of a token-wise function: on this layout (moved along with the values), slack 0 again."""
         layout = self._layout if values.device == self._layout.device else self._layout.to(values.device)
@@ -332,13 +355,15 @@ class JaggedTensor:
             IndexError: outside the batch.
             TypeError: an int in dimension 1, which not every sequence may have: use `first()` or `last()`.
         """
+        if index is Ellipsis or (isinstance(index, tuple) and not index):
+            return self
         if not isinstance(index, tuple):
             return self._choose(index)
         if Ellipsis in [i for i in index if not isinstance(i, Tensor)]:
             where = next(n for n, i in enumerate(index) if i is Ellipsis)
             missing = self.ndim - (len(index) - 1 - sum(i is None for i in index))
             index = (*index[:where], *[slice(None)] * missing, *index[where + 1 :])
-        if not index or len(index) - sum(i is None for i in index) > self.ndim:
+        if len(index) - sum(i is None for i in index) > self.ndim:
             fail("index", f"of at most {self.ndim} dimensions", f"{len(index)}", error=IndexError)
         chosen = self._choose(index[0])
         if isinstance(chosen, Tensor):
@@ -354,13 +379,15 @@ class JaggedTensor:
                 fail("the index of dimension 1 (ragged)", "a slice", cut, remedy, error=TypeError)
             chosen = self._of(*indexing.cut_sequences(chosen._values, chosen._layout, cut))
         if len(index) > 2:
-            features = (slice(None),) + index[2:]
-            chosen = self._of(chosen._values[features], chosen._layout)
+            features = chosen._values[(slice(None), *index[2:])]
+            copied = any(isinstance(i, (Tensor, list)) for i in index[2:])
+            chosen = chosen._with_tokens(features) if copied else self._of(features, chosen._layout)
         return chosen
 
     def _choose(self, index: Any) -> Any:
-        if isinstance(index, (list, range)):
-            index = torch.as_tensor(index if len(index) else torch.empty(0, dtype=torch.int64))
+        if isinstance(index, (list, range)) or (hasattr(index, "__array__") and not isinstance(index, Tensor)):
+            empty = isinstance(index, (list, range)) and not index
+            index = torch.as_tensor(index, dtype=torch.int64 if empty else None)
         if isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool:
             index = int(index)
         if isinstance(index, int) and not isinstance(index, bool):
@@ -368,7 +395,7 @@ class JaggedTensor:
         if isinstance(index, slice):
             begin, end, step = index.indices(self.batch_size)
             if step != 1:
-                index = torch.arange(begin, end, step, device=self.device)
+                index = torch.tensor(range(begin, end, step), dtype=torch.int64, device=self.device)
             elif begin == 0 and end == self.batch_size:
                 return self
             else:
@@ -406,7 +433,7 @@ class JaggedTensor:
         if dim >= 2:
             for jt in tensors[1:]:
                 _check_same_layout(first, jt)
-            return first._with_tokens(torch.cat([jt._tokens() for jt in tensors], dim - 1))
+            return first._with_tokens(torch.cat([jt._tokens_beside(first) for jt in tensors], dim - 1))
         for i, jt in enumerate(tensors):
             if dim == 1 and jt.batch_size != first.batch_size:
                 fail(f"tensors[{i}]", f"of batch size {first.batch_size}, as the first", str(jt.batch_size))
@@ -416,16 +443,18 @@ class JaggedTensor:
         join = indexing.join_batches if dim == 0 else indexing.join_sequences
         return first._of(*join([(jt._values, jt._layout) for jt in tensors]))
 
-    def split(self, sizes: int | Sequence[int]) -> tuple[JaggedTensor, ...]:
-        """Along the batch: `sizes` sequences in each part, or a list of part sizes; views.
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[JaggedTensor, ...]:
+        """Along the batch: `sizes` sequences in each part, or a list of part sizes; views. From `dim=2`: a feature.
 
         Raises:
             ValueError: the sizes do not add up to the batch.
         """
+        if dim != 0:
+            return torch.split(self, sizes, dim)  # type: ignore[arg-type,return-value]
         if isinstance(sizes, int):
             if sizes < 1:
                 fail("sizes", "at least 1", sizes)
-            sizes = [min(sizes, self.batch_size - i) for i in range(0, self.batch_size, sizes)]
+            sizes = [min(sizes, self.batch_size - i) for i in range(0, self.batch_size, sizes)] or [0]
         if sum(sizes) != self.batch_size or any(size < 0 for size in sizes):
             fail("sizes", f"non-negative with sum {self.batch_size} (batch_size)", str(list(sizes)))
         parts, begin = [], 0
@@ -434,11 +463,13 @@ class JaggedTensor:
             begin += size
         return tuple(parts)
 
-    def chunk(self, n: int) -> tuple[JaggedTensor, ...]:
-        """At most `n` parts of equal batch size (the last may be smaller), as torch.chunk."""
+    def chunk(self, n: int, dim: int = 0) -> tuple[JaggedTensor, ...]:
+        """At most `n` parts of equal batch size (the last may be smaller), as torch.chunk. From `dim=2`: a feature."""
+        if dim != 0:
+            return torch.chunk(self, n, dim)  # type: ignore[arg-type,return-value]
         if n < 1:
             fail("n", "at least 1", n)
-        return self.split(max(1, -(-self.batch_size // n)))
+        return self.split(-(-self.batch_size // n) if self.batch_size else [0] * n)
 
     # -- along a dimension --------------------------------------------------------------------------------------------
 
@@ -498,9 +529,13 @@ class JaggedTensor:
     def _reduce_all(self, dense: Callable[..., Tensor], **options: Any) -> Tensor:
         if self._layout.known_num_tokens is None and dense in (torch.sum, torch.mean):
             # As in a CUDA graph: slack is 0 for the sum, and the count stays on the device.
-            total = torch.sum(self._tokens(), **options)
-            entries = self.offsets()[-1] * self._values.shape[1:].numel()
-            return total if dense is torch.sum else total / entries
+            if dense is torch.sum:
+                return torch.sum(self._tokens(), **options)
+            tokens = self._tokens().to(options.get("dtype"))
+            check_floating(tokens, "values", "mean")
+            entries = self.offsets()[-1] * tokens.shape[1:].numel()
+            wide = torch.float32 if tokens.dtype in (torch.float16, torch.bfloat16) else tokens.dtype
+            return (tokens.sum(dtype=wide) / entries).to(tokens.dtype)
         return dense(self._values[: self.num_tokens], **options)
 
     def _scan(
@@ -508,8 +543,10 @@ class JaggedTensor:
     ) -> JaggedTensor:
         values = self._values if dtype is None else self._values.to(dtype)
         if self._dimension(dim) == 1:
-            return self._of(ragged(values, self._layout), self._layout)
-        return self._with_tokens(dense(zero_slack(values, self._layout), dim=self._feature_dim(dim)))
+            result = self._of(ragged(values, self._layout), self._layout)
+        else:
+            result = self._with_tokens(dense(zero_slack(values, self._layout), dim=self._feature_dim(dim)))
+        return result if dtype is None else result.to(dtype)  # of integers, cumsum is int64
 
     def _dimension(self, dim: int) -> int:
         """A dimension of `(B, j, *feature)` counted from 0."""
@@ -600,10 +637,11 @@ class JaggedTensor:
     __and__, __rand__ = _through(torch.bitwise_and), _through(torch.bitwise_and, swapped=True)
     __or__, __ror__ = _through(torch.bitwise_or), _through(torch.bitwise_or, swapped=True)
     __xor__, __rxor__ = _through(torch.bitwise_xor), _through(torch.bitwise_xor, swapped=True)
-    __eq__, __ne__ = _through(torch.eq), _through(torch.ne)  # elementwise, as of Tensor
+    __eq__, __ne__ = _comparison(torch.eq), _comparison(torch.ne)  # elementwise, as of Tensor
     __lt__, __le__, __gt__, __ge__ = (_through(f) for f in (torch.lt, torch.le, torch.gt, torch.ge))
     __neg__, __abs__, __invert__ = _through(torch.neg), _through(torch.abs), _through(torch.bitwise_not)
     __hash__ = object.__hash__
+    __array_ufunc__ = None  # numpy's numbers leave arithmetic to the methods above
 
     add, sub, mul, div, pow = (_through(f) for f in (torch.add, torch.sub, torch.mul, torch.div, torch.pow))
     eq, ne, lt, le = (_through(f) for f in (torch.eq, torch.ne, torch.lt, torch.le))
@@ -658,13 +696,96 @@ class JaggedTensor:
             deterministic=deterministic,
         )
 
+    def prepare(
+        self,
+        *,
+        q_len: int | JaggedTensor | JaggedLayout,
+        num_heads: int,
+        broadcast: bool = True,
+        causal: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        train: bool = True,
+        backend: str | None = None,
+        device: str | None = None,
+    ) -> Self:
+        """Build ahead of time the schedules that `attend` on this batch will take. They stay with the layout, so that
+        every layer uses them, and move along with `to` and from a DataLoader's worker.
+
+        >>> keys.prepare(q_len=128, num_heads=4, device="h200").cuda()  # built on the CPU, moved in one transfer
+
+        Without it the first `attend` does the same. Nothing is built for kernels that need no schedules, such as the
+        CPU's.
+
+        Args:
+            q_len: queries of each sequence, or the jagged query (these keys, for self-attention) or its layout.
+            num_heads: heads of the query.
+            broadcast: one query for all sequences rather than one for each.
+            causal, window, backend: as in `attend`.
+            value_dim: Dv, if it isn't D.
+            dtype: what attention computes in, if it isn't the dtype of this tensor, for example under autocast.
+            train: also for the backward pass.
+            device: "h200" or "b200", for a batch on a CPU that will be moved there.
+
+        Raises:
+            TypeError, ValueError: an argument of a wrong type or out of range.
+            NotImplementedError: no backend serves such a call.
+        """
+        from jaggedtensor.ops.plan import prepare
+
+        prepare(
+            self,
+            q_len.layout if isinstance(q_len, JaggedTensor) else q_len,
+            num_heads,
+            broadcast=broadcast,
+            causal=causal,
+            window=window,
+            dtype=dtype,
+            value_dim=value_dim,
+            train=train,
+            backend=backend,
+            device=device,
+        )
+        return self
+
+    def explain(
+        self,
+        query: Tensor | JaggedTensor,
+        values: JaggedTensor | None = None,
+        *,
+        causal: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
+        backend: str | None = None,
+        device: str | None = None,
+    ) -> Plan:
+        """What `attend` would do, without doing it: which kernels and why, how much of a padded batch, how well
+        balanced, how much work and what bounds it. Print it, or `plot` it.
+
+        >>> keys.explain(query, device="h200")
+        Plan for h200: 1,024 sequences, 2,067,608 tokens, longest 4,096
+        ...
+        >>> keys.explain(query, device="h200").plot("plan.png")
+
+        Reads the lengths, so a GPU is waited for once.
+
+        Args:
+            query, values, causal, window, backend: as in `attend`.
+            device: "h200" or "b200"; the GPU that holds the tensors if left out, for tensors on a CPU their kernels and
+                the figures of an H200.
+        """
+        from jaggedtensor.ops.plan import explain
+
+        return explain(self, query, values, causal=causal, window=window, backend=backend, device=device)
+
     # -- Python -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = HANDLERS.get(func)
+        by_name = torch.compiler.is_compiling() and func.__name__ in OPERATORS
+        handler = OPERATORS[func.__name__] if by_name else HANDLERS.get(func)
         if handler is None:
             fail(
                 f"torch function {getattr(func, '__name__', func)!r}",

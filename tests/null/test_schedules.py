@@ -1,0 +1,711 @@
+"""Schedules against a brute-force oracle, and what refuses, caches and carries them."""
+
+import copy
+import gc
+import io
+import itertools
+import pickle
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaggedtensor import JaggedLayout, JaggedTensor, ScheduleKind, TileSchedule
+from jaggedtensor.kernels.dispatch import choose
+from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+from jaggedtensor.schedules import Merge, Tile, TileAxis, cache
+from jaggedtensor.testing import offsets_of
+
+
+@dataclass
+class Case:
+    """A request, and what brute force says about it."""
+
+    k_lengths: list[int]
+    q_lengths: list[int]
+    jagged: bool = False
+    kind: ScheduleKind = ScheduleKind.ZIGZAG
+    axis: TileAxis = TileAxis.QUERY
+    heads: int = 1
+    group: int = 1
+    workers: int = 3
+    block_q: int = 2
+    block_kv: int = 2
+    left: int = -1
+    right: int = -1
+    tile_cost: int = 0
+    masked: str | None = None
+    dtype: torch.dtype = torch.int64
+    slack: int = 0
+    mask: object = field(init=False, default=None)
+
+    def __post_init__(self):
+        q_blocks, kv_blocks = self.most_blocks()
+        shape = (len(self.k_lengths), max(q_blocks, 1), max(kv_blocks, 1))
+        self.kept = torch.rand(shape, generator=torch.Generator().manual_seed(len(self.k_lengths))) < 0.5
+        if self.masked == "tensor":
+            self.mask = self.kept
+        elif self.masked == "function":
+            self.mask = lambda sequence, q_block, kv_block: self.kept[sequence, q_block, kv_block]
+
+    def most_blocks(self):
+        q_rows = max(self.q_lengths, default=0) * self.group
+        return -(-q_rows // self.block_q), -(-max(self.k_lengths, default=0) // self.block_kv)
+
+    def layout(self, lengths):
+        offsets = offsets_of(lengths).to(self.dtype)
+        return JaggedLayout(offsets)
+
+    def schedule(self, keys=None, query=None) -> TileSchedule:
+        keys = self.layout(self.k_lengths) if keys is None else keys
+        self.keys = keys  # a schedule knows its layout only as long as that lives
+        self.query = (self.layout(self.q_lengths) if query is None else query) if self.jagged else None
+        return keys.schedule(
+            self.kind,
+            q_len=self.query if self.jagged else max(self.q_lengths, default=0),
+            heads=self.heads,
+            group=self.group,
+            axis=self.axis,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            workers=self.workers,
+            left=self.left,
+            right=self.right,
+            mask=self.mask,
+            tile_cost=self.tile_cost,
+        )
+
+    def sees(self, i, j, q_length, k_length):
+        place = i + k_length - q_length
+        return (self.left < 0 or j >= place - self.left) and (self.right < 0 or j <= place + self.right)
+
+    def expected(self):
+        """(sequence, head, q block, kv block) of every pair of blocks in which a query sees a key."""
+        blocks = set()
+        for s, (q_length, k_length) in enumerate(zip(self.q_lengths, self.k_lengths, strict=True)):
+            for i in range(q_length):
+                for j in range(k_length):
+                    if self.sees(i, j, q_length, k_length):
+                        rows = range(i * self.group, (i + 1) * self.group)
+                        blocks |= {(s, row // self.block_q, j // self.block_kv) for row in rows}
+        if self.masked:
+            blocks = {block for block in blocks if self.kept[block]}
+        return {(s, head, q, k) for s, q, k in blocks for head in range(self.heads)}
+
+
+def tiles_of(schedule):
+    return [Row(*row) for row in schedule.tiles[: int(schedule.count)].tolist()]
+
+
+@dataclass(frozen=True)
+class Row:
+    sequence: int
+    head: int
+    q_begin: int
+    q_end: int
+    kv_begin: int
+    kv_end: int
+    merge: int
+    slot: int
+
+    def blocks(self, schedule):
+        """(q block, kv block) pairs."""
+        q, kv = range(self.q_begin, self.q_end), range(self.kv_begin, self.kv_end)
+        if schedule.blocks is not None and schedule.axis is TileAxis.QUERY:
+            kv = schedule.blocks[self.kv_begin : self.kv_end].tolist()
+        elif schedule.blocks is not None:
+            q = schedule.blocks[self.q_begin : self.q_end].tolist()
+        return [(i, j) for i in q for j in kv]
+
+
+def check(case: Case, schedule: TileSchedule | None = None) -> TileSchedule:
+    """All that must hold of any schedule."""
+    schedule = case.schedule() if schedule is None else schedule
+    rows = tiles_of(schedule)
+    covered = Counter((row.sequence, row.head, q, k) for row in rows for q, k in row.blocks(schedule))
+    expected = case.expected()
+    assert set(covered) == expected
+    assert all(times == 1 for times in covered.values())
+    assert all(row.blocks(schedule) for row in rows)  # no tile without work
+
+    assert all(x is None or x.dtype == torch.int32 for x in schedule.tensors())
+    surplus = schedule.tiles[len(rows) :].tolist()
+    assert surplus == [[-1, 0, 0, 0, 0, 0, -1, -1]] * len(surplus)
+    check_owners(schedule, len(rows))
+    check_orientation(case, schedule, rows)
+    if schedule.kind is ScheduleKind.STREAM_K:
+        check_merges(case, schedule, rows)
+    else:
+        assert schedule.merges.shape == (0, len(Merge))
+        assert all(row.merge == row.slot == -1 for row in rows)
+    return schedule
+
+
+def check_owners(schedule, count):
+    owners = schedule.owner.tolist()
+    assert owners[count:] == [-1] * (schedule.capacity - count)
+    if schedule.kind is ScheduleKind.DYNAMIC:
+        assert schedule.worker_offsets is None
+        assert owners == [-1] * schedule.capacity
+        return
+    offsets = schedule.worker_offsets.tolist()
+    assert len(offsets) == schedule.workers + 1
+    assert offsets[0] == 0
+    assert offsets[-1] == count
+    assert offsets == sorted(offsets)
+    for worker in range(schedule.workers):
+        assert set(owners[offsets[worker] : offsets[worker + 1]]) <= {worker}
+
+
+def check_orientation(case, schedule, rows):
+    if case.axis is TileAxis.QUERY:
+        assert all(row.q_end == row.q_begin + 1 for row in rows)
+        stays = Counter((row.sequence, row.head, row.q_begin) for row in rows)
+    else:
+        stays = Counter((row.sequence, row.head, k) for row in rows for k in range(row.kv_begin, row.kv_end))
+        if schedule.kind is not ScheduleKind.STREAM_K:
+            assert all(row.kv_end == row.kv_begin + 1 for row in rows)
+    if schedule.kind is not ScheduleKind.STREAM_K or case.axis is TileAxis.KEY:
+        assert set(stays.values()) <= {1}  # one owner for a block that stays
+
+
+def check_merges(case, schedule, rows):
+    merges = schedule.merges.tolist()
+    owners = schedule.owner.tolist()
+    if case.axis is TileAxis.KEY:
+        slots = {}
+        for row, owner in zip(rows, owners, strict=False):
+            assert row.merge == row.head
+            slots.setdefault(row.slot, set()).add((owner, row.head))
+        assert all(len(users) == 1 for users in slots.values())  # one slot for each (worker, head)
+        assert len(slots) == len(set().union(*slots.values())) <= schedule.slots
+        assert [merge[Merge.HEAD] for merge in merges] == list(range(case.heads))
+        for merge in merges:
+            parts = range(merge[Merge.SLOT], merge[Merge.SLOT] + merge[Merge.PARTS])
+            assert list(parts) == sorted({row.slot for row in rows if row.head == merge[Merge.HEAD]})
+        return
+    assert len(merges) == case.workers - 1
+    parts = [(row, owner) for row, owner in zip(rows, owners, strict=False) if row.slot >= 0]
+    assert [row.slot for row, _ in parts] == list(range(len(parts)))
+    assert len(parts) <= schedule.slots
+    used = 0
+    for number, merge in enumerate(merges):
+        mine = [(row, owner) for row, owner in parts if row.merge == number]
+        if merge[Merge.PARTS] == 0:
+            assert merge == [-1, 0, 0, 0, 0, 0]
+            assert not mine
+            continue
+        assert len(mine) == merge[Merge.PARTS] >= 2
+        assert merge[Merge.SLOT] == used
+        used += merge[Merge.PARTS]
+        assert {(row.sequence, row.head, row.q_begin, row.q_end) for row, _ in mine} == {
+            tuple(merge[: Merge.SLOT]),
+        }
+        assert [owner for _, owner in mine] == sorted({owner for _, owner in mine})  # in order, no owner twice
+        assert all(a.kv_end == b.kv_begin for (a, _), (b, _) in itertools.pairwise(mine))
+    assert used == len(parts)
+    # A tile with no slot is all that there is of its q block.
+    by_unit = Counter((row.sequence, row.head, row.q_begin) for row in rows)
+    assert all((by_unit[row.sequence, row.head, row.q_begin] > 1) == (row.slot >= 0) for row in rows)
+
+
+@st.composite
+def cases(draw, **fixed):
+    batch = draw(st.integers(0, 5))
+    lengths = st.lists(st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13]), min_size=batch, max_size=batch)
+    jagged = draw(st.booleans())
+    drawn = dict(
+        k_lengths=draw(lengths),
+        q_lengths=draw(lengths) if jagged else [draw(st.integers(0, 6))] * batch,
+        jagged=jagged,
+        kind=draw(st.sampled_from(list(ScheduleKind))),
+        axis=draw(st.sampled_from(list(TileAxis))),
+        heads=draw(st.integers(1, 4)),
+        group=draw(st.sampled_from([1, 1, 2, 3])),
+        workers=draw(st.sampled_from([1, 2, 3, 6, 50, 50])),
+        block_q=draw(st.sampled_from([1, 2, 3, 4, 16])),
+        block_kv=draw(st.sampled_from([1, 2, 3, 16])),
+        left=draw(st.sampled_from([-1, -1, 0, 1, 4])),
+        right=draw(st.sampled_from([-1, -1, 0, 1, 4])),
+        tile_cost=draw(st.sampled_from([0, 0, 1, 3])),
+        masked=draw(st.sampled_from([None, None, "tensor", "function"])),
+        dtype=draw(st.sampled_from([torch.int64, torch.int32])),
+    )
+    return Case(**(drawn | fixed))
+
+
+@given(cases())
+def test_every_valid_block_is_covered_once_and_no_other(case):
+    check(case)
+
+
+@pytest.mark.parametrize("axis", TileAxis)
+@pytest.mark.parametrize("kind", ScheduleKind)
+@given(data=st.data())
+def test_each_kind_covers_every_valid_block_once(kind, axis, data):
+    check(data.draw(cases(kind=kind, axis=axis)))
+
+
+@given(cases(kind=ScheduleKind.STREAM_K, axis=TileAxis.QUERY, masked=None, left=-1, right=-1))
+def test_stream_k_shares_blocks_equally(case):
+    """Nobody has two blocks more than another (without a cost of tiles, which moves cuts)."""
+    case.tile_cost = 0
+    schedule = case.schedule()
+    loads = Counter({worker: 0 for worker in range(case.workers)})
+    rows = tiles_of(schedule)
+    for row, owner in zip(rows, schedule.owner.tolist(), strict=False):
+        loads[owner] += row.kv_end - row.kv_begin
+    total = sum(loads.values())
+    assert max(loads.values()) <= -(-total // case.workers)
+    if total >= case.workers:
+        assert min(loads.values()) >= total // case.workers
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.ZIGZAG, ScheduleKind.ROUND_ROBIN, ScheduleKind.STREAM_K])
+@pytest.mark.parametrize("axis", TileAxis)
+@pytest.mark.parametrize("lengths", [[5, 40, 3, 9, 0, 17, 29, 8, 33, 2], [4, 0, 1], [1]], ids=["many", "few", "one"])
+def test_a_worker_stays_on_one_head_where_heads_divide_workers(kind, axis, lengths):
+    """The worker's number tells which, so a kernel can load its query before it looks at a tile."""
+    schedule = check(Case(lengths, [4] * len(lengths), kind=kind, axis=axis, heads=3, workers=12))
+    rows, owners = tiles_of(schedule), schedule.owner.tolist()
+    assert all(row.head == owner // 4 for row, owner in zip(rows, owners, strict=False))
+
+
+@pytest.mark.parametrize("axis", TileAxis)
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("q_length", [1, 3])
+def test_stream_k_with_more_workers_than_blocks(axis, heads, q_length):
+    """Some workers have nothing, and no part of a sequence is a part of nothing."""
+    common = dict(kind=ScheduleKind.STREAM_K, axis=axis, heads=heads, workers=50, block_q=1, block_kv=1)
+    for tile_cost in (0, 2):
+        check(Case([13, 0, 5], [q_length] * 3, tile_cost=tile_cost, **common))
+    check(Case([3, 4], [5, 2], jagged=True, **common))
+
+
+def test_stream_k_over_keys_changes_head_where_it_must():
+    schedule = check(Case([7, 12, 5], [2] * 3, kind=ScheduleKind.STREAM_K, axis=TileAxis.KEY, heads=3, workers=2))
+    assert schedule.merges[:, Merge.PARTS].tolist() == [1, 2, 1]
+    few = check(Case([7, 12, 5], [2] * 3, kind=ScheduleKind.STREAM_K, axis=TileAxis.KEY, heads=5, workers=1))
+    assert few.merges[:, Merge.PARTS].tolist() == [1] * 5
+
+
+def test_stream_k_over_keys_has_a_row_for_each_sequence_of_a_worker():
+    """Not for each block: a broadcast query that fits a block stays on chip while all KV blocks pass."""
+    common = dict(kind=ScheduleKind.STREAM_K, axis=TileAxis.KEY, workers=4)
+    assert int(check(Case([100, 50], [2, 2], **common)).count) == 5  # 75 blocks, cut at 18, 37 and 56
+    assert int(check(Case([100, 50], [2, 2], **common, left=60)).count) == 5
+    rows = tiles_of(check(Case([100, 50], [4, 4], **common)))
+    assert [row.q_end for row in rows] == [2] * 5
+
+
+def test_dynamic_hands_out_the_longest_first():
+    schedule = check(Case([2, 9, 0, 5, 9], [1] * 5, kind=ScheduleKind.DYNAMIC, heads=2))
+    assert [(row.sequence, row.head) for row in tiles_of(schedule)] == [(s, h) for s in (1, 4, 3, 0) for h in (0, 1)]
+
+
+def test_zigzag_deals_in_alternating_direction():
+    schedule = check(Case([6, 5, 4, 3, 2, 1], [1] * 6, kind=ScheduleKind.ZIGZAG, block_kv=1, workers=3))
+    dealt = [[row.sequence for row in tiles_of(schedule)[2 * w : 2 * w + 2]] for w in range(3)]
+    assert dealt == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_zigzag_hands_on_what_is_over_the_mean():
+    """Dealt evenly, the worker with the giant would have 24 + 1 + 1 and the mean is 14."""
+    schedule = check(Case([24] + [1] * 4, [1] * 5, kind=ScheduleKind.ZIGZAG, block_kv=1, workers=2))
+    assert schedule.worker_offsets.tolist() == [0, 1, 5]
+
+
+def test_round_robin_deals_equal_counts():
+    schedule = check(Case([3, 0, 9, 4], [2] * 4, kind=ScheduleKind.ROUND_ROBIN, axis=TileAxis.KEY, workers=4))
+    assert schedule.worker_offsets.diff().tolist() == [3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize("axis", TileAxis)
+@pytest.mark.parametrize(
+    ("k_lengths", "q_length"),
+    [([], 3), ([0], 3), ([0, 0, 0], 3), ([1], 1), ([1, 0], 0), ([0, 300, 0], 2), ([1, 1], 1)],
+    ids=["no sequences", "one empty", "all empty", "one token", "no queries", "one giant", "two tokens"],
+)
+def test_degenerate_batches(kind, axis, k_lengths, q_length):
+    for workers, heads in ((1, 1), (7, 2), (132, 4)):
+        case = Case(k_lengths, [q_length] * len(k_lengths), kind=kind, axis=axis, workers=workers, heads=heads)
+        check(case)
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize("axis", TileAxis)
+def test_static_layout_has_the_tiles_of_an_ordinary_one(kind, axis):
+    static = JaggedLayout.with_capacity(4, 40, 20)
+    for lengths in ([5, 20, 0, 3], [0, 0, 0, 0], [10, 10, 10, 10]):
+        static.copy_(offsets_of(lengths))
+        case = Case(lengths, [3] * 4, kind=kind, axis=axis, heads=2, right=0)
+        schedule = check(case, case.schedule(static))
+        plain = case.schedule()
+        assert torch.equal(schedule.count, plain.count)
+        count = int(plain.count)
+        assert torch.equal(schedule.tiles[:count], plain.tiles[:count])
+        assert torch.equal(schedule.merges, plain.merges)
+    assert static._schedules.builds == 0
+
+
+def layout_over_its_bounds():
+    """Twelve tokens of four declared, as `rows=` and `max_length=` may be wrong about a layout on a GPU."""
+    layout = JaggedLayout(offsets_of([6, 6]), validate=False)
+    layout._num_tokens = layout._max_length = 4
+    return layout
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+def test_more_tokens_than_declared_are_refused_or_served(kind):
+    ask = dict(q_len=1, heads=1, workers=2, block_kv=2, axis=TileAxis.KEY)
+    if kind is ScheduleKind.STREAM_K:  # a row for each sequence of a worker, however long
+        assert int(layout_over_its_bounds().schedule(kind, **ask).count) == 2
+    else:
+        with pytest.raises(
+            ValueError, match="the number of tiles must be at most 3, the capacity declared, got more; use"
+        ):
+            layout_over_its_bounds().schedule(kind, **ask)
+    # With q blocks that stay, the tiles are as many as always, and none loses a KV block.
+    rows = tiles_of(layout_over_its_bounds().schedule(kind, **ask | {"axis": TileAxis.QUERY}))
+    assert sum(row.kv_end - row.kv_begin for row in rows) == 6
+
+
+def test_a_mask_loses_no_block_to_a_wrong_max_length():
+    message = "blocks of keys in a sequence must be at most 2, as max_length allows, got more; use a larger one"
+    with pytest.raises(ValueError, match=message):
+        layout_over_its_bounds().schedule(
+            ScheduleKind.ZIGZAG, q_len=1, heads=1, workers=2, block_kv=2, mask=lambda s, q, k: s + q + k >= 0
+        )
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize("axis", TileAxis)
+def test_unchecked_offsets_that_decrease_are_empty_sequences(kind, axis):
+    """No place in memory is formed from a negative length."""
+    layout = JaggedLayout(torch.tensor([0, 5, 0, 7]), validate=False)
+    case = Case([5, 0, 7], [1] * 3, kind=kind, axis=axis, block_kv=4)
+    check(case, case.schedule(layout))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def small(**options):
+    return JaggedLayout(offsets_of([3, 0, 5])).schedule(
+        **(dict(kind=ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2) | options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(kind="zigzag"), TypeError, r"kind must be a ScheduleKind, got 'zigzag'; one of ScheduleKind.CONTIGUOUS"),
+        (dict(axis=0), TypeError, "axis must be a TileAxis, got 0"),
+        (dict(workers=0), ValueError, r"workers must be in 1\.\.2147483647, got 0"),
+        (
+            dict(workers=None),
+            ValueError,
+            "workers must be given for a layout on cpu, got None; for example workers=132",
+        ),
+        (dict(heads=0), ValueError, "heads must be in 1"),
+        (dict(block_q=0), ValueError, "block_q must be in 1"),
+        (dict(block_kv=-1), ValueError, "block_kv must be in 1"),
+        (dict(group=2.0), TypeError, "group must be an int, got 2.0"),
+        (dict(q_len=-1), ValueError, "q_len must be in 0"),
+        (dict(q_len=None), TypeError, "q_len must be an int, got None"),
+        (dict(left=-2), ValueError, "left must be in -1"),
+        (dict(tile_cost=-1), ValueError, "tile_cost must be in 0"),
+        (
+            dict(q_len=2**30, group=4),
+            ValueError,
+            r"packed rows of the queries of a sequence must be at most 2147483647",
+        ),
+        (dict(mask=3), TypeError, "mask must be a bool Tensor or a function that gives one, got 3"),
+        (dict(mask=torch.ones(3, 1, 1)), TypeError, r"mask must be bool, got float32\[3, 1, 1\]"),
+        (dict(mask=torch.ones(2, 1, 1).bool()), ValueError, r"mask must be of shape \[3, q blocks, kv blocks\]"),
+        (
+            dict(mask=torch.ones(3, 1, 1).bool(), block_kv=2),
+            ValueError,
+            "blocks of keys in a sequence must be at most 1",
+        ),
+        (
+            dict(mask=torch.ones(3, 1, 1).bool(), block_q=2),
+            ValueError,
+            "blocks of queries in a sequence must be at most 1",
+        ),
+        (dict(mask=lambda s, q, k: s), TypeError, r"the result of mask must be a bool tensor, got int64"),
+        (
+            dict(mask=lambda s, q, k: torch.ones(7, 7).bool()),
+            ValueError,
+            "the result of mask must be of a shape that broad",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        small(**options)
+
+
+def test_places_that_do_not_fit_int32_are_refused():
+    layout = JaggedLayout(torch.tensor([0, 2**31]), max_length=2**31 - 1, validate=False)
+    layout._num_tokens = 2**31 - 1
+    with pytest.raises(
+        ValueError, match="rows of the schedule must be at most 268435455, so that places in it fit an int32"
+    ):
+        layout.schedule(ScheduleKind.DYNAMIC, q_len=1, heads=1, workers=1, block_kv=1, axis=TileAxis.KEY)
+    layout = JaggedLayout(offsets_of([1] * 100), max_length=2**31 - 1)
+    layout._num_tokens = 2**31 - 1
+    with pytest.raises(ValueError, match="blocks under the mask must be at most 2147483647"):
+        layout.schedule(ScheduleKind.DYNAMIC, q_len=1, heads=1, workers=1, block_kv=1, mask=lambda s, q, k: s == q)
+
+
+def test_unknown_number_of_tokens_needs_rows():
+    """As of a layout on a GPU that nobody validated; a meta tensor stands in for it here."""
+    layout = JaggedLayout(torch.empty(4, dtype=torch.int64, device="meta"), validate=False)
+    with pytest.raises(ValueError, match="rows must be the rows of the values, for a layout whose number of tokens"):
+        layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2)
+    assert layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2, rows=99).capacity == 6
+
+
+def test_a_query_layout_of_another_batch_size_is_refused():
+    with pytest.raises(ValueError, match="the batch size of the query layout must be 3, as of the keys, got 2"):
+        small(q_len=JaggedLayout(offsets_of([1, 2])))
+
+
+def test_a_schedule_knows_what_it_is_for():
+    keys = JaggedLayout(offsets_of([3, 0, 5]))
+    query = JaggedLayout(offsets_of([1, 1, 1]))
+    schedule = keys.schedule(ScheduleKind.ZIGZAG, q_len=query, heads=2, workers=2, block_kv=64)
+    schedule.require(keys, heads=2, block_kv=64, q_len=query, kind=ScheduleKind.ZIGZAG)
+    schedule.require(JaggedLayout(offsets_of([3, 0, 5])))  # the same sequences
+    with pytest.raises(ValueError, match="block_kv of the schedule must be 128, got 64; ask the layout of the keys"):
+        schedule.require(keys, block_kv=128)
+    with pytest.raises(ValueError, match="q_len of the schedule must be 4, got <JaggedLayout at"):
+        schedule.require(keys, q_len=4)
+    with pytest.raises(ValueError, match="q_len of the schedule must be <JaggedLayout"):
+        schedule.require(keys, q_len=keys)
+    with pytest.raises(
+        ValueError, match=r"the schedule must be of JaggedLayout\(batch_size=2.*one of JaggedLayout\(batch_s"
+    ):
+        schedule.require(JaggedLayout(offsets_of([3, 5])))
+    with pytest.raises(ValueError, match="the schedule must be on meta, as the layout, got one on cpu"):
+        schedule.require(JaggedLayout(torch.empty(4, dtype=torch.int64, device="meta"), validate=False))
+    orphan = small()
+    with pytest.raises(ValueError, match="got one of a layout that is gone"):
+        orphan.require(keys)
+
+
+def test_offsets_changed_in_place_are_noticed():
+    offsets = offsets_of([3, 0, 5])
+    layout = JaggedLayout(offsets)
+    layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2)
+    offsets[1] = 2
+    with pytest.raises(RuntimeError, match="offsets must be unchanged"):
+        layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2)
+
+
+def test_repr_tells_kind_and_size():
+    assert repr(small()) == (
+        "TileSchedule(zigzag by query, 4 of at most 6 tiles of 128 x 128, heads=2, workers=2, device='cpu')"
+    )
+
+
+# -- cache -------------------------------------------------------------------------------------------------------------
+
+
+def batch(lengths=(3, 0, 5), heads=2, dim=4):
+    torch.manual_seed(0)
+    return JaggedTensor.from_list([torch.randn(n, heads, dim) for n in lengths])
+
+
+def test_twelve_layers_build_each_schedule_once():
+    """A model asks for schedules of forward and backward in every layer, on whatever tensor it has at hand."""
+    problem = AttentionProblem(
+        QueryKind.BROADCAST, 3, 2, 2, 4, 4, torch.float16, Device("cuda", (9, 0), 132, 227 << 10)
+    )
+    keys, found, builds = batch(), [], []
+    for layer in range(12):
+        hidden = (keys * 2).with_values(keys.values() + layer).detach()
+        schedules = choose(problem).implementation.plan(problem, hidden.layout, None, len(hidden.values()), 3, True)
+        found.append([x.data_ptr() for part in schedules for x in part])
+        builds.append(keys.layout._schedules.builds)
+    assert builds == [len(keys.layout._schedules)] * 12
+    assert {schedule.axis for schedule in keys.layout._schedules} == {TileAxis.QUERY, TileAxis.KEY}
+    assert all(pointers == found[0] for pointers in found)
+
+
+def test_what_a_schedule_depends_on_is_its_key():
+    layout = JaggedLayout(offsets_of([3, 0, 5]))
+    query = JaggedLayout(offsets_of([1, 1, 1]))
+    mask = torch.ones(3, 1, 1).bool()
+    base = dict(kind=ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2)
+    others = dict(
+        kind=ScheduleKind.LPT, q_len=5, heads=1, workers=3, group=2, axis=TileAxis.KEY, block_q=64, block_kv=64, left=1,
+        right=0, mask=mask, tile_cost=1,
+    )  # fmt: skip
+    requests = [base, *(base | {name: value} for name, value in others.items()), base | {"q_len": query}]
+    for _ in range(2):
+        made = [layout.schedule(**request) for request in requests]
+    assert len({id(schedule) for schedule in made}) == len(requests) == layout._schedules.builds
+    assert layout.schedule(**base, rows=1000) is made[0]  # a bound that is not needed
+
+
+def test_cache_keeps_those_used_last():
+    layout = JaggedLayout(offsets_of([3, 0, 5]))
+
+    def ask(workers):
+        return layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=workers)
+
+    first = ask(1)
+    for workers in range(2, cache.MOST + 1):
+        ask(workers)
+    assert ask(1) is first
+    ask(cache.MOST + 1)  # 2 goes, as the one not used for longest
+    assert len(layout._schedules) == cache.MOST
+    assert ask(1) is first
+    assert layout._schedules.builds == cache.MOST + 1
+    ask(2)
+    assert layout._schedules.builds == cache.MOST + 2
+
+
+def test_cache_keeps_no_query_layout_or_mask_alive():
+    layout = JaggedLayout(offsets_of([3, 0, 5]))
+    query = JaggedLayout(offsets_of([1, 1, 1]))
+    mask = torch.ones(3, 1, 1).bool()
+    gone = [weakref.ref(query), weakref.ref(mask)]
+    layout.schedule(ScheduleKind.ZIGZAG, q_len=query, heads=2, workers=2, mask=mask)
+    del query, mask
+    gc.collect()
+    assert [x() for x in gone] == [None, None]
+    gone = weakref.ref(layout)
+    del layout
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_mask_changed_in_place_is_another_mask():
+    layout = JaggedLayout(offsets_of([3, 0, 5]))
+    mask = torch.ones(3, 1, 1).bool()
+    first = layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2, mask=mask)
+    mask[0] = False
+    second = layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2, mask=mask)
+    assert (int(first.count), int(second.count)) == (4, 2)
+
+
+def test_a_method_is_the_same_mask_at_each_access():
+    class Sparse:
+        def keep(self, sequence, q_block, kv_block):
+            return (sequence + q_block + kv_block) % 2 == 0
+
+    sparse, layout = Sparse(), JaggedLayout(offsets_of([3, 0, 5]))
+    for _ in range(3):
+        layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2, mask=sparse.keep)
+    assert layout._schedules.builds == 1
+
+
+def test_nothing_is_kept_of_a_static_query_layout():
+    layout, query = JaggedLayout(offsets_of([3, 0, 5])), JaggedLayout.with_capacity(3, 6, 4)
+    counts = []
+    for lengths in ([1, 1, 1], [4, 0, 2], [0, 0, 0]):
+        query.copy_(offsets_of(lengths))
+        schedule = layout.schedule(ScheduleKind.ZIGZAG, q_len=query, heads=1, workers=2, block_q=1)
+        counts.append(int(schedule.count))
+    assert counts == [2, 6, 0]
+    assert len(layout._schedules) == 0
+
+
+def test_schedules_made_in_inference_mode_can_be_saved_for_backward():
+    layout = JaggedLayout(offsets_of([3, 0, 5]))
+    with torch.inference_mode():
+        schedule = layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2)
+    assert not any(x.is_inference() for x in schedule.tensors() if x is not None)
+
+
+# -- carried along -----------------------------------------------------------------------------------------------------
+
+
+def prepared():
+    """A batch with a schedule of every sort."""
+    keys = batch()
+    query, mask = JaggedLayout(offsets_of([1, 1, 1])), torch.ones(3, 1, 1).bool()
+    for options in (
+        dict(kind=ScheduleKind.STREAM_K, q_len=4),
+        dict(kind=ScheduleKind.DYNAMIC, q_len=4),
+        dict(kind=ScheduleKind.ZIGZAG, q_len=keys.layout, right=0),
+        dict(kind=ScheduleKind.ZIGZAG, q_len=query),
+        dict(kind=ScheduleKind.ZIGZAG, q_len=4, mask=mask),
+    ):
+        keys.layout.schedule(heads=2, workers=2, **options)
+    return keys, query, mask
+
+
+def test_schedules_go_along_to_another_process():
+    keys, *_ = prepared()
+    arrived = pickle.loads(ForkingPickler.dumps(keys))
+    layout = arrived.layout
+    assert len(layout._schedules) == 3  # a query layout and a mask stay behind
+    for options in (
+        dict(kind=ScheduleKind.STREAM_K, q_len=4),
+        dict(kind=ScheduleKind.DYNAMIC, q_len=4),
+        dict(kind=ScheduleKind.ZIGZAG, q_len=layout, right=0),
+    ):
+        there = options | ({"q_len": keys.layout} if options["q_len"] is layout else {})
+        schedule = layout.schedule(heads=2, workers=2, **options)
+        original = keys.layout.schedule(heads=2, workers=2, **there)
+        schedule.require(layout)
+        for x, y in zip(schedule.tensors(), original.tensors(), strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+            assert x is None or x.data_ptr() % 16 == 0  # a kernel reads a row at one go
+    assert layout._schedules.builds == 0
+
+
+class PreparedBatches(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        keys = batch((3, index, 5))
+        keys.layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2)
+        return keys
+
+
+def test_schedules_built_in_a_dataloader_worker_are_used():
+    loader = torch.utils.data.DataLoader(PreparedBatches(), batch_size=None, num_workers=1)
+    for index, keys in enumerate(loader):
+        schedule = keys.layout.schedule(ScheduleKind.ZIGZAG, q_len=4, heads=2, workers=2)
+        assert keys.layout._schedules.builds == 0
+        assert int(schedule.count) == 4 + 2 * index
+
+
+def test_files_and_copies_hold_no_schedules():
+    keys, *_ = prepared()
+    file = io.BytesIO()
+    torch.save(keys, file)
+    file.seek(0)
+    for copied in (pickle.loads(pickle.dumps(keys)), copy.deepcopy(keys), torch.load(file, weights_only=True)):
+        assert len(copied.layout._schedules) == 0
+
+
+def test_schedules_move_with_the_layout():
+    keys, *_ = prepared()
+    moved = keys.layout.to("meta")
+    assert len(moved._schedules) == 3
+    schedule = moved.schedule(ScheduleKind.STREAM_K, q_len=4, heads=2, workers=2)
+    assert moved._schedules.builds == 0
+    assert schedule.device.type == "meta"
+    schedule.require(moved)
+
+
+def test_columns_are_what_kernels_read():
+    assert [f"{column.name}={column}" for column in Tile] == [
+        "SEQUENCE=0", "HEAD=1", "Q_BEGIN=2", "Q_END=3", "KV_BEGIN=4", "KV_END=5", "MERGE=6", "SLOT=7",
+    ]  # fmt: skip
+    schedule = small()
+    assert schedule.tiles.stride() == (8, 1)
+    assert schedule.tiles.data_ptr() % 32 == 0
