@@ -18,11 +18,13 @@ from jaggedtensor.tensor import JaggedTensor, _rebuild
 
 
 def _flatten(jt: JaggedTensor) -> tuple[list[Any], None]:
-    return [jt._values, jt._layout._offsets], None
+    offsets = jt._layout._offsets if isinstance(jt._layout, JaggedLayout) else jt._layout  # whatever a tree_map put there
+    return [jt._values, offsets], None
 
 
 def _flatten_with_keys(jt: JaggedTensor) -> tuple[list[tuple[Any, Any]], None]:
-    return [(pytree.GetAttrKey("values"), jt._values), (pytree.GetAttrKey("offsets"), jt._layout._offsets)], None
+    (values, offsets), context = _flatten(jt)
+    return [(pytree.GetAttrKey("values"), values), (pytree.GetAttrKey("offsets"), offsets)], context
 
 
 def _unflatten(leaves: Any, context: None) -> JaggedTensor:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,13 +56,16 @@ class Device:
         return cls("cuda", arch, properties.multi_processor_count, memory)
 
 
-@torch.compiler.assume_constant_result
 def tf32_allowed() -> bool:
     """Asked through the newer of torch's two interfaces: the older one raises where a user has set the newer."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+# What torch.compiler.assume_constant_result does, but for its import of dynamo (and with it sympy, numpy and triton).
+tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 _DEVICES: dict[torch.device, Device] = {}
+_PROBLEMS: dict[tuple[Any, ...], AttentionProblem] = {}  # by the shapes of a call; a model has a few
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,29 @@ class AttentionProblem:
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, left: int, right: int, deterministic: bool
     ) -> AttentionProblem:
+        """Of one call; the same shapes give the same object, so that a launch does not hash a dozen fields."""
+        tf32 = k.dtype == torch.float32 and k.is_cuda and tf32_allowed()
+        if torch.compiler.is_compiling():
+            return cls._of(q, k, v, q_offsets, left, right, deterministic, tf32)
+        queries = q.shape[-3:] if q_offsets is None else q.shape[-2:]
+        key = queries, q.dim(), k.shape[1:], v.shape[2], k.dtype, k.device, left, right, deterministic, tf32
+        problem = _PROBLEMS.get(key)
+        if problem is None:
+            problem = _PROBLEMS[key] = cls._of(q, k, v, q_offsets, left, right, deterministic, tf32)
+        return problem
+
+    @classmethod
+    def _of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offsets: Tensor | None,
+        left: int,
+        right: int,
+        deterministic: bool,
+        tf32: bool,
+    ) -> AttentionProblem:
         # index() makes a size that torch.compile has as a symbol a number, for which it compiles.
         if q_offsets is not None:
             kind = QueryKind.JAGGED
@@ -107,8 +133,12 @@ class AttentionProblem:
             left=left,
             right=right,
             deterministic=deterministic,
-            tf32=k.is_cuda and tf32_allowed(),
+            tf32=tf32,
         )
+
+    def __hash__(self) -> int:
+        """Of a few fields that tell most problems apart: equality looks at them all."""
+        return hash((self.q_len, self.q_heads, self.head_dim, self.left, self.right))
 
     @property
     def group(self) -> int:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jaggedtensor.errors import check_same_device, fail
-from jaggedtensor.tensor import HANDLERS, JaggedTensor, _check_same_layout
+from jaggedtensor.ops.reductions import zero_slack
+from jaggedtensor.tensor import HANDLERS, OPERATORS, JaggedTensor, _check_same_layout
 
 Function = Callable[..., Any]
 
@@ -44,13 +45,13 @@ def align(operand: Any, jt: JaggedTensor, name: str = "operand") -> Any:
                 f"{operand.ndim}",
                 "add a feature axis to the one of fewer dimensions: x.unsqueeze(-1)",
             )
-        return operand._tokens()
+        return operand._tokens_beside(jt)
     if not isinstance(operand, Tensor) or operand.dim() == 0:
         return operand
     check_same_device(operand, name, jt.device)
     feature_dims = jt.ndim - 2
     if operand.dim() <= feature_dims:
-        return operand
+        return _for_every_token(operand, jt)
     if operand.dim() > jt.ndim:
         fail(f"dimensions of {name}", f"at most {jt.ndim}, as (B, j, *feature) of the jagged operand", operand)
     per_token, shape = operand.dim() - feature_dims, list(operand.shape)
@@ -61,10 +62,26 @@ def align(operand: Any, jt: JaggedTensor, name: str = "operand") -> Any:
         fail(f"dimension {per_token - 1} of {name}, which stands on the ragged dimension", "1", operand, f"use {hint}")
     operand = operand.squeeze(per_token - 1)
     if per_token == 1 or operand.shape[0] == 1:
-        return operand if per_token == 1 else operand.squeeze(0)
+        return _for_every_token(operand if per_token == 1 else operand.squeeze(0), jt)
     if operand.shape[0] != jt.batch_size:
         fail(f"dimension 0 of {name}", f"{jt.batch_size} (batch_size) or 1", f"shape {shape}")
     return jt._expand(operand)
+
+
+def _for_every_token(feature: Tensor, jt: JaggedTensor) -> Tensor:
+    """One entry for all tokens; if it is trained, a row for each, so that slack (0 / 0!) has no part in its gradient."""
+    rows = jt.values().shape[0]
+    if not feature.requires_grad or not jt.layout.has_slack(rows):
+        return feature
+    axes = [1] * (jt.ndim - 2 - feature.dim())
+    return zero_slack(feature.expand(rows, *axes, *feature.shape), jt.layout)
+
+
+def _divisor(operand: Any, jt: JaggedTensor) -> Any:
+    """An aligned divisor with 1 in slack: integers must not be divided by 0."""
+    if isinstance(operand, Tensor) and operand.dim() == jt.ndim - 1:  # it has rows
+        return zero_slack(operand, jt.layout, fill=1)
+    return operand
 
 
 def pointwise(func: Function, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +92,14 @@ def pointwise(func: Function, *args: Any, **kwargs: Any) -> Any:
     jt = next(a for a in (*args, *kwargs.values()) if isinstance(a, JaggedTensor))
     operands = [align(a, jt, f"operand {i}") for i, a in enumerate(args)]
     options = {name: align(value, jt, name) for name, value in kwargs.items()}
+    if func.__name__ in DIVISIONS and len(operands) == 2:
+        operands[1] = _divisor(operands[1], jt)
     return jt._with_tokens(func(*operands, **options))
+
+
+DIVISIONS = {
+    "div", "divide", "floor_divide", "fmod", "remainder", "true_divide", "__truediv__", "__floordiv__", "__mod__",
+}  # fmt: skip
 
 
 register(
@@ -96,9 +120,22 @@ register(
 )
 register("double float half bfloat16 int long bool type_as", pointwise, (Tensor,))
 for _name in "add sub mul truediv floordiv mod pow and or xor eq ne lt le gt ge".split():
-    HANDLERS[getattr(Tensor, f"__{_name}__")] = pointwise
-for _name in "radd rsub rmul rtruediv rfloordiv rmod rpow rand ror rxor".split():
-    HANDLERS[getattr(Tensor, f"__{_name}__")] = pointwise
+    HANDLERS[getattr(Tensor, f"__{_name}__")] = OPERATORS[f"__{_name}__"] = pointwise
+OPERATORS["pow"] = pointwise
+
+
+def reflected(forward: Function) -> Function:
+    """`Tensor.__rsub__(a, b)` is b - a: what torch.compile makes of `jt - tensor`."""
+    return lambda func, a, b: HANDLERS[forward](forward, b, a)
+
+
+for _name, _forward in (
+    ("radd", torch.add), ("rsub", torch.sub), ("rmul", torch.mul), ("rtruediv", torch.div), ("rdiv", torch.div),
+    ("rpow", torch.pow), ("rfloordiv", torch.floor_divide), ("rmod", torch.remainder), ("rand", torch.bitwise_and),
+    ("ror", torch.bitwise_or), ("rxor", torch.bitwise_xor), ("rmatmul", torch.matmul),
+):  # fmt: skip
+    _method = getattr(Tensor, f"__{_name}__")
+    HANDLERS[_method] = OPERATORS[_method.__name__] = reflected(_forward)
 
 
 def on_values(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +150,21 @@ def on_values(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> An
     return jt._with_tokens(func(jt._tokens(), *args, **kwargs))
 
 
-register("linear embedding one_hot", on_values, (F,))
+register("linear one_hot", on_values, (F,))
+
+
+def embedding(func: Function, jt: JaggedTensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    options = dict(zip(("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"), args, strict=False))
+    options.update(kwargs)
+    rows = jt.values().shape[0]
+    if jt.layout.has_slack(rows) and (options.get("max_norm") is not None or options.get("scale_grad_by_freq")):
+        # These look at which tokens there are, and slack is none.
+        found = func(jt.values()[: jt.num_tokens], weight, **options)
+        return jt._of(torch.cat((found, found.new_zeros(rows - found.shape[0], *found.shape[1:]))), jt.layout)
+    return on_values(func, jt, weight, **options)
+
+
+register("embedding", embedding, (F,))
 
 
 def normed(func: Function, jt: JaggedTensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,31 +198,31 @@ def matmul(func: Function, left: Any, right: Any) -> Any:
                 f"{left.shape} and {right.shape}",
                 "for dot products of tokens use (a * b).sum(-1), for attention keys.attend(query)",
             )
-        return jt._with_tokens(func(left._tokens(), right._tokens()))
-    dense, allowed = (right, jt.ndim - 1) if jt is left else (left, jt.ndim - 2)
-    if dense.dim() > max(allowed, 2 if jt is left else 0):
+        return jt._with_tokens(func(left._tokens(), right._tokens_beside(left)))
+    if jt is right and jt.ndim < 4:
+        fail("the right operand of matmul", "matrices for each token, (B, j, n, m)", str(jt.shape), "use jt @ W.T")
+    dense, allowed = (right, max(jt.ndim - 2, 2)) if jt is left else (left, jt.ndim - 2)
+    if dense.dim() > allowed:
         fail(
             "the dense operand of matmul",
             f"of at most {allowed} dimensions, so that none stands on the batch",
             dense,
             "use a matrix [D, E], or jt.unbind()",
         )
-    if jt is right and jt.ndim < 4:
-        fail("the right operand of matmul", "matrices for each token, (B, j, n, m)", str(jt.shape), "use jt @ W.T")
-    if jt is left and jt.ndim == 3 and dense.dim() > 2:
-        fail(
-            "the dense operand of matmul",
-            "a vector [D] or a matrix [D, E]",
-            dense,
-            "use jt.unbind() for a matrix per sequence",
-        )
     return jt._with_tokens(func(left._tokens() if jt is left else left, right if jt is left else right._tokens()))
 
 
-register(
-    "matmul __matmul__ __rmatmul__",
-    lambda func, a, b: matmul(torch.matmul, *((b, a) if func is Tensor.__rmatmul__ else (a, b))),
-)
+def at_operator(func: Function, left: Any, right: Any) -> Any:
+    """`left @ right`. torch.compile hands `jt @ w` over as `Tensor.matmul(w, jt)` (torch 2.13, `BuiltinVariable`)."""
+    if torch.compiler.is_compiling() and not isinstance(left, JaggedTensor):
+        if right.ndim > 3:
+            fail("@ under torch.compile", "between jagged operands", "a dense one", "use torch.matmul(left, right)")
+        left, right = right, left  # w @ jt would have no meaning
+    return matmul(torch.matmul, left, right)
+
+
+HANDLERS[torch.matmul] = matmul
+HANDLERS[Tensor.matmul] = HANDLERS[Tensor.__matmul__] = at_operator
 
 
 # -- along a dimension -------------------------------------------------------------------------------------------------
@@ -278,30 +329,34 @@ register("squeeze unflatten", of_one_dim, (torch, Tensor))
 
 def loss(func: Function, *args: Any, **kwargs: Any) -> Any:
     """Over tokens only: a mean divides by their number, never by rows of slack. `reduction="none"` is jagged."""
-    named = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
-    rest = args[2:]  # a weight, as in nll_loss(input, target, weight)
+    named = {**dict(zip(("input", "target", "weight"), args, strict=False)), **kwargs}
     jt = next(named[name] for name in ("input", "target") if isinstance(named[name], JaggedTensor))
-    both = []
-    for name in ("input", "target"):
-        operand = named.pop(name)
-        if isinstance(operand, JaggedTensor):  # class targets have fewer dimensions than logits
-            _check_same_layout(jt, operand)
-            both.append(operand._tokens())
-        else:
-            both.append(align(operand, jt, name))
+    of_classes = func in (F.cross_entropy, F.nll_loss)
+    if of_classes and not isinstance(named["target"], JaggedTensor):
+        fail("target", "a JaggedTensor", named["target"], "for a row for each token use input.with_values(target)", error=TypeError)
+    names = ("input", "target") if of_classes else ("input", "target", "weight")
+    beside = {name: _beside(named.pop(name), jt, name) for name in names if named.get(name) is not None}
     if named.get("reduction", "mean") == "none":
-        return jt._with_tokens(func(*both, *rest, **named))
+        return jt._with_tokens(func(**beside, **named))
     rows, tokens = jt.values().shape[0], jt.layout.known_num_tokens
-    if tokens is not None:  # cut the slack off
-        both = [x[:tokens] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x for x in both]
-        return func(*both, *rest, **named)
+    if tokens is not None:
+        return func(**{name: x[:tokens] for name, x in beside.items()}, **named)
     # The host does not know the number of tokens, as in a CUDA graph: slack is masked rather than cut off.
-    mask = jt.layout.row_mask(rows)
-    if func in (F.cross_entropy, F.nll_loss) and not both[1].is_floating_point():
-        mask = mask.view(-1, *[1] * (both[1].dim() - 1))
-        return func(both[0], torch.where(mask, both[1], named.get("ignore_index", -100)), *rest, **named)
-    each = jt._with_tokens(func(*both, *rest, **{**named, "reduction": "none"}))
+    target = beside["target"]
+    if of_classes and not target.is_floating_point():
+        mask = jt.layout.row_mask(rows).view(-1, *[1] * (target.dim() - 1))
+        beside["target"] = torch.where(mask, target, named.get("ignore_index", -100))
+        return func(**beside, **named)
+    each = jt._with_tokens(func(**beside, **{**named, "reduction": "none"}))
     return each.sum() if named.get("reduction") == "sum" else each.mean()
+
+
+def _beside(operand: Any, jt: JaggedTensor, name: str) -> Tensor:
+    """A row for each of `jt`; a jagged one may have other features, as class numbers have beside logits."""
+    if isinstance(operand, JaggedTensor):
+        _check_same_layout(jt, operand)
+        return operand._tokens_beside(jt)
+    return torch.as_tensor(align(operand, jt, name)).expand(jt.values().shape)
 
 
 register(

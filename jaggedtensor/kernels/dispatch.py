@@ -33,6 +33,9 @@ def plan_nothing(
     return [], []
 
 
+_LAUNCHERS: dict[str, ModuleType] = {}  # imported so far
+
+
 @dataclass(frozen=True)
 class Implementation:
     """A kernel family as dispatch sees it.
@@ -64,7 +67,9 @@ class Implementation:
         return reasons
 
     def launcher(self) -> ModuleType:
-        return importlib.import_module(self.module)
+        if self.name not in _LAUNCHERS:
+            _LAUNCHERS[self.name] = importlib.import_module(self.module)
+        return _LAUNCHERS[self.name]
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -84,6 +89,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 
 # The reference is plain differentiable torch, not a kernel: ops.attention calls it directly.
 BACKENDS = (*(implementation.name for implementation in IMPLEMENTATIONS), "reference")
+_BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
 
 
 @dataclass(frozen=True)
@@ -117,4 +123,4 @@ def choose(problem: AttentionProblem, backend: str | None = None) -> Choice:
 
 
 def by_name(name: str) -> Implementation:
-    return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == name)
+    return _BY_NAME[name]

@@ -95,7 +95,8 @@ def attend(
     if backend == "reference":
         _check(query, key, value, q, k, v)
         scale = _scale(scale, k)
-        out, lse = attend_reference(q, k, v, q_offsets, key.offsets(), scale=scale, left=left, right=right)
+        with contract.no_autocast(k.device):
+            out, lse = attend_reference(q, k, v, q_offsets, key.offsets(), scale=scale, left=left, right=right)
     else:
         train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 

@@ -6,6 +6,7 @@ need is in tensors, so that `torch.compile`, checkpointing and CUDA graphs see d
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,13 @@ attend_fwd = torch.ops.jaggedtensor.attend_fwd.default
 attend_bwd = torch.ops.jaggedtensor.attend_bwd.default
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, products have the precision that attention asks of them: autocast has done its part on q, k and v."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def _forward(
     q,
     k,
@@ -46,7 +54,8 @@ def _forward(
 ):
     problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
     args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, forward_schedule)
-    return by_name(backend).launcher().forward(args)
+    with no_autocast(q.device):
+        return by_name(backend).launcher().forward(args)
 
 
 def _backward(
@@ -55,7 +64,8 @@ def _backward(
 ):  # fmt: skip
     problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
     args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, backward_schedule)
-    grads = by_name(backend).launcher().backward(args, grad_out, grad_lse, out, lse, tuple(needs))
+    with no_autocast(q.device):
+        grads = by_name(backend).launcher().backward(args, grad_out, grad_lse, out, lse, tuple(needs))
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 

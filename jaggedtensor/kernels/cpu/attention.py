@@ -38,27 +38,22 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, starts: Tensor, lengths: Tensor, total: int) -> _Rows:
-        if len(starts) == 1:
-            return cls(1, int(lengths), int(starts))
         place, last = torch.arange(int(lengths.max())), lengths[:, None] - 1
         source, repeated = starts[:, None] + torch.minimum(place, last), place > last
         target = source.masked_fill(repeated, total)
         return cls(len(starts), len(place), 0, source, target, repeated if repeated.any() else None)
 
-    def part(self, rows: slice) -> _Rows:
-        """Some rows of the only sequence, or all rows of several."""
-        return self if self.source is not None else _Rows(1, rows.stop - rows.start, self.start + rows.start)
+    def part(self, rows: slice | None) -> _Rows:
+        return self if rows is None else _Rows(1, rows.stop - rows.start, self.start + rows.start)
 
     def take(self, x: Tensor, dtype: torch.dtype, repeat: bool = True) -> Tensor:
-        """(H, g, rows, D) -> (H, G, g n, D); of one sequence a view if dtype and g allow. `repeat=False` pads with 0."""
+        """(H, g, rows, D) -> (H G, g n, D); of one sequence a view if dtype and g allow. `repeat=False` pads with 0."""
         if self.source is None:
-            x = x.narrow(2, self.start, self.length).flatten(1, 2).unsqueeze(1)
-        else:
-            x = _gather(x, self.source)
-            if self.repeated is not None and not repeat:
-                x.masked_fill_(self.repeated[:, None, :, None], 0)
-            x = x.flatten(2, 3)
-        return x.to(dtype)
+            return x.narrow(2, self.start, self.length).flatten(1, 2).to(dtype)
+        x = _gather(x, self.source)
+        if self.repeated is not None and not repeat:
+            x.masked_fill_(self.repeated[:, None, :, None], 0)
+        return x.view(x.shape[0] * self.count, -1, x.shape[4]).to(dtype)
 
     def put(self, y: Tensor, value: Tensor) -> None:
         """Writes value, (H G, g n, D) in any grouping of these axes, to y, (H, g, rows, D)."""
@@ -67,6 +62,11 @@ class _Rows(NamedTuple):
         else:
             value = value.view(y.shape[0], self.count, y.shape[1], self.length, -1).permute(1, 3, 0, 2, 4)
             y.permute(2, 0, 1, 3).index_copy_(0, self.target.flatten(), value.to(y.dtype).contiguous().flatten(0, 1))
+
+    def add(self, y: Tensor, value: Tensor) -> None:
+        """Adds value, (H N, g n, D), summed over N, to rows of y that all sequences share."""
+        value = value.view(y.shape[0], -1, y.shape[1], self.length, y.shape[3])
+        y.narrow(2, self.start, self.length).add_(value.sum(1))
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:
@@ -82,20 +82,22 @@ def _gather(x: Tensor, rows: Tensor) -> Tensor:
 
 
 class _Block(NamedTuple):
-    queries: slice
-    keys: slice
+    """Queries of a group and the keys that some of them see; None stands for all."""
+
+    queries: slice | None = None
+    keys: slice | None = None
 
 
 class _Group(NamedTuple):
     """Sequences that share matrix products; only one sequence has several blocks, or less than all heads."""
 
-    heads: slice
     queries: _Rows  # of q
     results: _Rows  # of out: the same, unless all sequences share the query
     keys: _Rows
-    query_lengths: Tensor  # (G, 1)
-    key_lengths: Tensor  # (G, 1)
+    query_lengths: Tensor | int  # (G, 1, 1, 1), or of the only sequence
+    key_lengths: Tensor | int
     blocks: list[_Block]
+    heads: slice | None = None
 
 
 class _Batch:
@@ -163,8 +165,9 @@ class _Batch:
     def groups(self) -> Iterator[_Group]:
         work = self.key_lengths * self.heads * (self.query_lengths * self.group + self.features)
         alone = self.live & (work > ALONE)
-        for b in alone.nonzero().flatten().tolist():
-            yield from self._one(slice(b, b + 1))
+        numbers = self.query_starts, self.result_starts, self.key_starts, self.query_lengths, self.key_lengths
+        for one in torch.stack(numbers, 1)[alone].tolist():
+            yield from self._one(*one)
         rest = (self.live & ~alone).nonzero().flatten()
         if len(rest) == 0:
             return
@@ -174,61 +177,70 @@ class _Batch:
             M, L = int(self.query_lengths[run].max()) * self.group, int(self.key_lengths[run].max())
             size = self.heads * max(L * M, L * self.features, M * self.features)
             for sequences in run.split(max(1, BLOCK // size)):
-                group = self._group(sequences)
-                yield group._replace(blocks=[_Block(slice(0, group.results.length), slice(0, group.keys.length))])
+                yield self._many(sequences)
 
-    def _group(self, sequences: Tensor | slice) -> _Group:
-        query_lengths, key_lengths = self.query_lengths[sequences], self.key_lengths[sequences]
-        results = queries = _Rows.of(self.result_starts[sequences], query_lengths, self.num_queries)
-        if self.shared:
-            queries = _Rows(1, results.length, int(self.query_starts[sequences][0]))
-        keys = _Rows.of(self.key_starts[sequences], key_lengths, self.num_keys)
-        return _Group(slice(None), queries, results, keys, query_lengths[:, None], key_lengths[:, None], [])
-
-    def _one(self, b: slice) -> Iterator[_Group]:
+    def _one(self, query_start: int, result_start: int, key_start: int, m: int, L: int) -> Iterator[_Group]:
         """A long sequence, cut first by heads, then by queries, until a block of scores is small."""
-        group = self._group(b)
-        m, L = group.results.length, group.keys.length
-        rows = m if self.left < 0 and self.right < 0 else min(m, SPLIT)
-        span = L if self.left < 0 or self.right < 0 else min(L, rows + self.left + self.right)
+        limited = self.left >= 0 or self.right >= 0
+        rows = min(m, SPLIT) if limited else m
+        span = min(L, rows + self.left + self.right) if self.left >= 0 and self.right >= 0 else L
         heads = max(1, BLOCK // (rows * self.group * span))
         if heads == 1:
             rows = min(rows, max(LEAST, BLOCK // span // LEAST * LEAST) // self.group or 1)
-        for i in range(0, m, rows):
-            end = min(i + rows, m)
-            first = max(0, i + L - m - self.left) if self.left >= 0 else 0
-            last = min(L, end + L - m + self.right) if self.right >= 0 else L
-            group.blocks.append(_Block(slice(i, end), slice(first, last)))
+        blocks = [_Block()]
+        if rows < m or limited:
+            blocks = [self._block(slice(i, min(i + rows, m)), m, L) for i in range(0, m, rows)]
+        queries, results, keys = _Rows(1, m, query_start), _Rows(1, m, result_start), _Rows(1, L, key_start)
         for h in range(0, self.heads, heads):
-            yield group._replace(heads=slice(h, h + heads))
+            yield _Group(queries, results, keys, m, L, blocks, slice(h, h + heads) if heads < self.heads else None)
+
+    def _block(self, queries: slice, m: int, L: int) -> _Block:
+        first = max(0, queries.start + L - m - self.left) if self.left >= 0 else 0
+        last = min(L, queries.stop + L - m + self.right) if self.right >= 0 else L
+        return _Block(queries, slice(first, last))
+
+    def _many(self, sequences: Tensor) -> _Group:
+        query_lengths, key_lengths = self.query_lengths[sequences], self.key_lengths[sequences]
+        results = queries = _Rows.of(self.result_starts[sequences], query_lengths, self.num_queries)
+        if self.shared:
+            queries = _Rows(1, results.length, int(self.query_starts[sequences[0]]))
+        keys = _Rows.of(self.key_starts[sequences], key_lengths, self.num_keys)
+        return _Group(
+            queries, results, keys, query_lengths.view(-1, 1, 1, 1), key_lengths.view(-1, 1, 1, 1), [_Block()]
+        )
 
     def queries(self, q: Tensor, group: _Group, rows: _Rows) -> Tensor:
-        """(H, N, M, D), scaled. A shared query is copied for each sequence where one product for all would not pay."""
+        """(H N, M, D), scaled. A shared query is copied for each sequence where one product for all would not pay."""
         q = rows.take(q, self.dtype) * self.scale
-        return q if _keys_lead(q) else q.expand(-1, group.keys.count, -1, -1)
+        if self.shared and group.keys.count > 1 and not _keys_lead(q):
+            q = q[:, None].expand(-1, group.keys.count, -1, -1).flatten(0, 1)
+        return q
 
     def probabilities(self, q: Tensor, k: Tensor, group: _Group, block: _Block) -> tuple[Tensor, Tensor]:
-        """q (H, N, M, D) and k (H, G, L, D) -> scores and their softmax over the visible keys, (H G, M, L) both."""
-        s = _product(q.flatten(0, 1), _fold(k, q).mT)  # (H N, M, L G / N)
-        s = s.mT.reshape(-1, k.shape[2], q.shape[2]).mT
-        if group.keys.repeated is not None or self.left >= 0 or self.right >= 0:
-            self._hide(s.unflatten(0, (-1, k.shape[1])).unflatten(2, (self.group, -1)), group, block)
-        return s, torch.softmax(s.mT, -2).mT if _keys_lead(s) else torch.softmax(s, -1)
+        """q (H N, M, D) and k (H G, L, D) -> scores and their softmax over the visible keys, (H G, M, L) both."""
+        s = _product(q, _fold(k, q).mT)  # (H N, M, L G / N)
+        if len(q) < len(k):
+            s = s.mT.view(len(k), -1, q.shape[1]).mT
+        if self.left >= 0 or self.right >= 0 or group.keys.repeated is not None:
+            self._hide(s.unflatten(0, (-1, group.keys.count)).unflatten(2, (self.group, -1)), group, block)
+        return s, torch.softmax(s.mT, 1).mT if _keys_lead(s) else torch.softmax(s, 2)
 
     def _hide(self, s: Tensor, group: _Group, block: _Block) -> None:
         """Sets scores, (H, G, g, m, L), of padding and of keys outside the window to -inf; touches only the edges."""
-        query = torch.arange(block.queries.start, block.queries.stop)
-        key = torch.arange(block.keys.start, block.keys.stop)
-        place = torch.minimum(query, group.query_lengths - 1) + group.key_lengths - group.query_lengths  # (G, m)
+        first_query, first_key = (0 if part is None else part.start for part in block)
+        query = torch.arange(first_query, first_query + s.shape[3])[:, None]
+        key = torch.arange(first_key, first_key + s.shape[4])
+        place = query.clamp(max=group.query_lengths - 1) + (group.key_lengths - group.query_lengths)  # (G, 1, m, 1)
         last = group.key_lengths - 1
         if self.right >= 0:
-            last = torch.minimum(last, place + self.right)
-        edge = int(last.min()) + 1 - block.keys.start
-        s[..., edge:].masked_fill_(key[edge:] > last[:, None, :, None], -torch.inf)
+            last = (place + self.right).clamp(max=last)
+        if isinstance(last, Tensor):
+            edge = int(last.min()) + 1 - first_key
+            s[..., edge:].masked_fill_(key[edge:] > last, -torch.inf)
         if self.left >= 0:
             first = place - self.left
-            edge = max(0, int(first.max()) - block.keys.start)
-            s[..., :edge].masked_fill_(key[:edge] < first[:, None, :, None], -torch.inf)
+            edge = max(0, int(first.max()) - first_key)
+            s[..., :edge].masked_fill_(key[:edge] < first, -torch.inf)
 
 
 def _keys_lead(s: Tensor) -> bool:
@@ -242,8 +254,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fold(k: Tensor, q: Tensor) -> Tensor:
-    """(H, G, L, D) -> (H N, L G / N, D): what meets one set of queries, as one matrix."""
-    return k.reshape(q.shape[0] * q.shape[1], -1, k.shape[-1])
+    """(H G, L, D) -> (H N, L G / N, D): what meets one set of queries, as one matrix."""
+    return k if len(k) == len(q) else k.view(len(q), -1, k.shape[2])
 
 
 def _gradients(
@@ -256,18 +268,18 @@ def _gradients(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, (H N, M, D) unscaled, of k, (H N, L G / N, D), and of v, (H G, L, E), from p, (H G, M, L)."""
-    grad_out = grad_out.flatten(0, 1)
     dv = torch.bmm(p.mT, grad_out) if needs[2] else None
     if not (needs[0] or needs[1]):
         return None, None, dv
-    ds = _product(grad_out, v.flatten(0, 1).mT).mul_(p)
-    delta = ds.sum(-1, keepdim=True)
+    ds = _product(grad_out, v.mT).mul_(p)
+    delta = ds.sum(2, keepdim=True)
     if grad_lse is not None:
-        delta -= grad_lse.flatten(0, 1)
-    ds = ds.addcmul_(p, delta, value=-1)
-    ds = ds.mT.reshape(q.shape[0] * q.shape[1], -1, q.shape[2])  # (H N, L G / N, M)
+        delta -= grad_lse
+    ds = ds.addcmul_(p, delta, value=-1).mT
+    if len(q) < len(k):
+        ds = ds.view(len(q), -1, q.shape[1])  # (H N, L G / N, M)
     dq = torch.bmm(ds.mT, _fold(k, q)) if needs[0] else None
-    dk = torch.bmm(ds, q.flatten(0, 1)) if needs[1] else None
+    dk = torch.bmm(ds, q) if needs[1] else None
     return dq, dk, dv
 
 
@@ -296,15 +308,15 @@ def forward(
     q, k, v = batch.split_heads(q), batch.split_heads(k), batch.split_heads(v)
     out, lse = batch.new_results(v.shape[3], q.dtype), batch.new_results(1, batch.dtype, -torch.inf)
     for group in batch.groups():
-        some = group.heads
-        keys, values = group.keys.take(k[some], batch.dtype), group.keys.take(v[some], batch.dtype)
+        q_, k_, v_, out_, lse_ = _of_heads(group.heads, q, k, v, out, lse)
+        keys, values = group.keys.take(k_, batch.dtype), group.keys.take(v_, batch.dtype)
         for block in group.blocks:
+            queries = batch.queries(q_, group, group.queries.part(block.queries))
+            s, p = batch.probabilities(queries, _part(keys, block), group, block)
             results = group.results.part(block.queries)
-            queries = batch.queries(q[some], group, group.queries.part(block.queries))
-            s, p = batch.probabilities(queries, keys[:, :, block.keys], group, block)
-            results.put(out[some], torch.bmm(p, values[:, :, block.keys].flatten(0, 1)))
-            results.put(lse[some], s.amax(-1) - p.amax(-1).log_())
-    out = _finished(out, batch.result_rows, batch.num_queries).view(*shape, -1)
+            results.put(out_, torch.bmm(p, _part(values, block)))
+            results.put(lse_, s.amax(2) - p.amax(2).log_())
+    out = _finished(out, batch.result_rows, batch.num_queries).view(*shape, v.shape[3])
     lse = _finished(lse, batch.result_rows, batch.num_queries, -torch.inf).view(shape)
     return out, lse if batch.jagged else lse.transpose(1, 2).contiguous()
 
@@ -338,26 +350,23 @@ def backward(
     dq = batch.new_queries(q) if needs[0] else None
     dk, dv = (batch.new_keys(x) if need else None for x, need in zip((k, v), needs[1:], strict=True))
     for group in batch.groups():
-        some = group.heads
-        keys, values = group.keys.take(k[some], batch.dtype), group.keys.take(v[some], batch.dtype)
+        q_, k_, v_, go_, gl_, dq_, dk_, dv_ = _of_heads(group.heads, q, k, v, grad_out, grad_lse, dq, dk, dv)
+        keys, values = group.keys.take(k_, batch.dtype), group.keys.take(v_, batch.dtype)
         dkeys = dvalues = None
         for block in group.blocks:
             rows, results = group.queries.part(block.queries), group.results.part(block.queries)
-            queries, seen = batch.queries(q[some], group, rows), keys[:, :, block.keys]
+            queries, seen = batch.queries(q_, group, rows), _part(keys, block)
             _, p = batch.probabilities(queries, seen, group, block)
-            go = results.take(grad_out[some], batch.dtype, repeat=False)
-            gl = None if grad_lse is None else results.take(grad_lse[some], batch.dtype, repeat=False)
-            dqueries, dseen, dvalues_seen = _gradients(p, queries, seen, values[:, :, block.keys], go, gl, needs)
-            if dqueries is not None:
-                dqueries = dqueries.view(queries.shape).mul_(scale)
-                if batch.shared:
-                    dqueries = dqueries.sum(1, keepdim=True) + rows.take(dq[some], batch.dtype)
-                rows.put(dq[some], dqueries)
-            dkeys, dvalues = _sum(dkeys, dseen, block, keys), _sum(dvalues, dvalues_seen, block, values)
-        if dk is not None:
-            group.keys.put(dk[some], dkeys)
-        if dv is not None:
-            group.keys.put(dv[some], dvalues)
+            go = results.take(go_, batch.dtype, repeat=False)
+            gl = None if gl_ is None else results.take(gl_, batch.dtype, repeat=False)
+            (*parts,) = _gradients(p, queries, seen, _part(values, block), go, gl, needs)
+            if dq_ is not None:
+                (rows.add if batch.shared else rows.put)(dq_, parts[0].mul_(scale))
+            dkeys, dvalues = _sum(dkeys, parts[1], block, keys), _sum(dvalues, parts[2], block, values)
+        if dk_ is not None:
+            group.keys.put(dk_, dkeys)
+        if dv_ is not None:
+            group.keys.put(dv_, dvalues)
     ends = q.shape[2] if batch.shared else batch.num_queries, batch.num_keys, batch.num_keys
     return tuple(
         None if y is None else _finished(y, x.flatten(0, -3).shape[0], end).to(x.dtype).view(x.shape)
@@ -365,22 +374,29 @@ def backward(
     )
 
 
+def _of_heads(heads: slice | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tensors if heads is None else tuple(x if x is None else x[heads] for x in tensors)
+
+
+def _part(keys: Tensor, block: _Block) -> Tensor:
+    return keys if block.keys is None else keys[:, block.keys]
+
+
 def _sum(total: Tensor | None, part: Tensor | None, block: _Block, like: Tensor) -> Tensor | None:
-    """Adds the gradient of what a block sees to that of its group, like (H, G, L, D)."""
-    if part is None:
-        return None
-    part = part.view(*like.shape[:2], -1, like.shape[3])
-    if total is None and part.shape == like.shape:
+    """Adds the gradient of what a block sees to that of its group, like (H G, L, D)."""
+    if part is None or (total is None and part.numel() == like.numel()):
         return part
     total = torch.zeros(like.shape, dtype=like.dtype) if total is None else total
-    total[:, :, block.keys] += part
+    _part(total, block).add_(part)
     return total
 
 
 def _checked(offsets: Tensor, rows: int, name: str) -> Tensor:
     offsets = offsets.to(torch.int64)
     if int(offsets[0]) != 0 or int(offsets[-1]) > rows or bool((offsets.diff() < 0).any()):
-        raise ValueError(f"{name} must start at 0, never decrease and end within the {rows} rows, got {offsets.tolist()}")
+        raise ValueError(
+            f"{name} must start at 0, never decrease and end within the {rows} rows, got {offsets.tolist()}"
+        )
     return offsets
 
 

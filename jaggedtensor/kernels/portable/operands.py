@@ -19,21 +19,23 @@ def columns_together(x: Tensor) -> Tensor:
 
 def of_keys(x: Tensor) -> Operand:
     """`[rows, heads, D]`."""
-    return Operand(x, 0, x.stride(0), x.stride(1))
+    row, head, _ = x.stride()
+    return Operand(x, 0, row, head)
 
 
 def of_queries(x: Tensor) -> Operand:
     """`[B, Lq, heads, D]`, or `[rows, heads, D]` of a broadcast or jagged query."""
-    if x.dim() == 4:
-        return Operand(x, x.stride(0), x.stride(1), x.stride(2))
-    return of_keys(x)
+    *batch, row, head, _ = x.stride()
+    return Operand(x, batch[0] if batch else 0, row, head)
 
 
 def of_statistics(x: Tensor, jagged: bool) -> Operand:
     """`[rows, heads]` or `[B, heads, Lq]`."""
     if jagged:
-        return Operand(x, 0, x.stride(0), x.stride(1))
-    return Operand(x, x.stride(0), x.stride(2), x.stride(1))
+        row, head = x.stride()
+        return Operand(x, 0, row, head)
+    batch, head, row = x.stride()
+    return Operand(x, batch, row, head)
 
 
 def device_of(args: AttentionArgs) -> AbstractContextManager[object]:

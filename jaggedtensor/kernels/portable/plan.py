@@ -56,7 +56,8 @@ def plan(
     config = backward_config.select(problem)
     if config.broadcast is not None:
         return forward, shares(config.broadcast)
-    assert config.keys is not None and config.queries is not None
+    assert config.keys is not None
+    assert config.queries is not None
     backward = [schedule(ScheduleKind.DYNAMIC, TileAxis.KEY, config.keys, problem.kv_heads).tiles]
     if config.queries.workers > 1 or problem.query.name == "BROADCAST":
         return forward, [*backward, *shares(config.queries)]

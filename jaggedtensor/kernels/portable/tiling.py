@@ -33,6 +33,7 @@ class Tiling:
     widen: bool = False  # interpreted bf16
     workers: int = 1  # programs that share a broadcast query's gradient, for each line of the schedule
     q_blocks: int = 1  # lines for each head: blocks of a broadcast query
+    shared_memory: int = 0  # bytes that a block is estimated to take
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -75,4 +76,4 @@ def tiling_of(problem: AttentionProblem, blocks: Tiling, bytes_of: Callable[[Til
     while bytes_of(tiling) > budget and tiling.block_m > SMALLEST_BLOCK:
         tiling = replace(tiling, block_m=tiling.block_m // 2)
     assert bytes_of(tiling) <= budget, f"{tiling} needs {bytes_of(tiling)} bytes of {budget}"
-    return tiling
+    return replace(tiling, shared_memory=bytes_of(tiling))

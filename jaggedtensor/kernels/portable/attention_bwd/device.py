@@ -187,8 +187,8 @@ def queries_kernel(
         queries = sequence_at(offsets[0], tile.sequence, q_len)
         rows = query_rows(tile.q_begin, tile.head, queries.count, C)
         dq_tile = walk_keys(
-            dq_tile, q, k, v, grad_out, statistics, tile.sequence, tile.q_begin, tile.head, tile.kv_begin, tile.kv_end, offsets,
-            q_len, scales[0], window, C,
+            dq_tile, q, k, v, grad_out, statistics, tile.sequence, tile.q_begin, tile.head, tile.kv_begin, tile.kv_end,
+            offsets, q_len, scales[0], window, C,
         )  # fmt: skip
         store_rows(query_places(dq, queries, rows), dq_tile * scales[1], rows.inside, C.head_dim, C.block_d)
     else:

@@ -58,12 +58,13 @@ def backward(
             shares = _new_shares(k, tiling, problem) if needs[0] else None
             if tiles.shape[0] and q_len:
                 broadcast_kernel[(problem.kv_heads * tiling.workers,)](
-                    *common, *key_grads, _of_shares(shares), (tiles, worker_offsets), args.k_offsets, q_len, scales, window,
-                    tiling, **tiling.options,
+                    *common, *key_grads, _of_shares(shares), (tiles, worker_offsets), args.k_offsets, q_len, scales,
+                    window, tiling, **tiling.options,
                 )  # fmt: skip
             return _sum_of_shares(shares, tiles, args, tiling), dk, dv
 
-        assert config.keys is not None and config.queries is not None
+        assert config.keys is not None
+        assert config.queries is not None
         key_tiles, tiles, *rest = args.schedule
         if (needs[1] or needs[2]) and key_tiles.shape[0]:
             tiling = config.keys
@@ -97,7 +98,9 @@ def _new_like(x: Tensor, args: AttentionArgs) -> Tensor:
     if args.slack and gradient.numel():
         rows, width = x.shape[0], x.shape[1] * x.shape[2]
         with device_of(args):
-            clear_kernel[(-(-rows // 64),)](gradient, args.k_offsets, args.batch_size, rows, WIDTH=width, BLOCK=64)
+            clear_kernel[(-(-rows // 64),)](
+                gradient, args.k_offsets, args.batch_size, rows, WIDTH=width, BLOCK=64, enable_fp_fusion=True
+            )
     return gradient
 
 

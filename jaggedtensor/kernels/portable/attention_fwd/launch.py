@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from jaggedtensor.kernels.portable.attention_fwd.config import select
 from jaggedtensor.kernels.portable.attention_fwd.device import fill_kernel, forward_kernel
 from jaggedtensor.kernels.portable.operands import columns_together, device_of, of_keys, of_queries, of_statistics
 from jaggedtensor.kernels.portable.tiling import Tiling
+from jaggedtensor.kernels.portable.variants import launch
 from jaggedtensor.problem import AttentionArgs, AttentionProblem
-
 
 SMALL = 1 << 22  # elements that are filled in less time than a launch takes
 
@@ -42,9 +43,11 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     with device_of(args):
         if by_kernel:
             sizes = (out[0].numel(), lse[0].numel())
-            fill_kernel[(args.batch_size,)](out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4)
+            fill_kernel[(args.batch_size,)](
+                out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4, enable_fp_fusion=True
+            )
         if tiles.shape[0]:
-            forward_kernel[(tiles.shape[0],)](
+            arguments = (
                 of_queries(q),
                 of_keys(k),
                 of_keys(v),
@@ -56,6 +59,18 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
                 abs(args.scale) * math.log2(math.e),
                 (problem.left, problem.right),
                 tiling,
-                **tiling.options,
             )
+            launch(forward_kernel, tiles.shape[0], _variant(args, q, k, v, tiles), arguments, tiling.options)
     return out, lse
+
+
+def _variant(args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tuple[Any, ...] | None:
+    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
+    places = q.data_ptr() | k.data_ptr() | v.data_ptr() | tiles.data_ptr() | args.k_offsets.data_ptr()
+    q_type = None
+    if args.q_offsets is not None:
+        places |= args.q_offsets.data_ptr()
+        q_type = args.q_offsets.dtype
+    if places % 16:
+        return None
+    return args.problem, args.scale < 0, q.stride(), k.stride(), v.stride(), args.k_offsets.dtype, q_type
