@@ -1,0 +1,235 @@
+"""Attention in float64 with a bound on the error of every single element, on any device, one sequence after the other.
+
+The bounds follow from how a kernel computes, by a running error analysis (Higham, "Accuracy and Stability of Numerical
+Algorithms", 2002, chapter 3): products and sums in fp32, P and dS rounded to the dtype of the inputs before they enter a
+product, P in backward from a stored lse. With e the epsilon of fp32, u that of the dtype and |.| taken of every factor:
+
+    P    relative error r = e (4 + 2 |scale| |q||k| + 2 |lse|), and u for its rounding
+    out  P (r + u) |v|                        lse  the largest r of its row
+    dS   P (|dP - delta| (r + u) + 4 e |dP| + (u + 4 e) |delta|),   delta from an out that is rounded already
+    dv   (P (r + u))^T |dO|       dk  |scale| dS^T |q|       dq  |scale| dS |k|      and u for the rounding of each result
+
+So a result near 0 must be as near to it as the terms that cancel there allow, and not as the largest result would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jaggedtensor.ops.attention import _window, attend
+from jaggedtensor.ops.reference import visible_keys
+from jaggedtensor.tensor import JaggedTensor
+from jaggedtensor.testing.attention import AttentionCase, AttentionResult
+
+_SMALLEST = {torch.float16: 2.0**-24}  # step of numbers near 0, where it matters: bf16 and fp32 reach down to 1e-38
+
+
+class Bounded(NamedTuple):
+    """float64 both."""
+
+    value: Tensor
+    error: Tensor  # that a kernel may make at most
+
+
+def bounded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    *,
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+) -> dict[str, Bounded]:
+    """Of one sequence: q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]`, grad_out as out, grad_lse `[Lq, Hq]`.
+
+    Returns "out" `[Lq, Hq, Dv]`, "lse" `[Lq, Hq]`, "dq", "dk" and "dv". Gradients of rows that see nothing are ignored.
+    """
+    dtype, group = q.dtype, q.shape[1] // max(k.shape[1], 1)
+    u, e, least = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, _SMALLEST.get(dtype, 0.0)
+    visible = visible_keys(q.shape[0], k.shape[0], left, right, q.device)
+    seen = visible.any(1)
+    columns: dict[str, list[Bounded]] = {name: [] for name in AttentionResult._fields}
+    for h in range(k.shape[1]):
+        heads = slice(h * group, (h + 1) * group)
+        qh, do = (x[:, heads].double().transpose(0, 1) for x in (q, grad_out))  # (g, Lq, .)
+        kh, vh = k[:, h].double(), v[:, h].double()
+        score = (scale * (qh @ kh.T)).masked_fill(~visible, -math.inf)  # (g, Lq, Lk)
+        lse = score.logsumexp(2) if k.shape[0] else score.new_full(score.shape[:2], -math.inf)
+        some = lse.masked_fill(~seen, 0)
+        p = (score - some[..., None]).exp()
+        relative = e * (4 + 2 * abs(scale) * (qh.abs() @ kh.abs().T) + 2 * some.abs()[..., None])
+        worst = (relative * visible).amax(2, keepdim=True) if k.shape[0] else relative.new_zeros(*lse.shape, 1)
+        p_error = p * (relative + u) + least * visible
+        out = p @ vh
+        out_error = p_error @ vh.abs() + (worst + u) * out.abs() + least
+
+        dlse = torch.where(seen, grad_lse[:, heads].double().T, 0.0)
+        do = torch.where(seen[:, None], do, 0.0)
+        dp = do @ vh.T
+        delta = (out * do).sum(2) - dlse
+        ds = p * (dp - delta[..., None])
+        terms = (out.abs() * do.abs()).sum(2) + dlse.abs()
+        ds_error = p * ((dp - delta[..., None]).abs() * (relative + u) + 4 * e * (do.abs() @ vh.abs().T))
+        ds_error = ds_error + p * ((u + 4 * e) * terms + (out_error * do.abs()).sum(2))[..., None] + least * visible
+        results = {
+            "out": (out, out_error),
+            "lse": (lse[..., None], worst + e * some.abs()[..., None]),
+            "dq": (scale * (ds @ kh), abs(scale) * (ds_error @ kh.abs())),
+        }
+        for name, (value, error) in results.items():
+            if name == "dq":
+                error = error + u * value.abs() + least
+            columns[name].append(Bounded(value.transpose(0, 1), error.transpose(0, 1)))
+        dk = scale * (ds.transpose(1, 2) @ qh).sum(0)
+        dk_error = abs(scale) * (ds_error.transpose(1, 2) @ qh.abs()).sum(0)
+        dv = (p.transpose(1, 2) @ do).sum(0)
+        dv_error = (p_error.transpose(1, 2) @ do.abs()).sum(0)
+        for name, value, error in (("dk", dk, dk_error), ("dv", dv, dv_error)):
+            columns[name].append(Bounded(value[:, None], (error + u * value.abs() + least)[:, None]))
+    joined = {
+        name: Bounded(torch.cat([x.value for x in parts], 1), torch.cat([x.error for x in parts], 1))
+        for name, parts in columns.items()
+    }
+    joined["lse"] = Bounded(*(x.squeeze(2) for x in joined["lse"]))
+    return joined
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of attention with the gradients of its results; leaves are packed."""
+
+    query: Tensor | JaggedTensor
+    keys: JaggedTensor
+    values: JaggedTensor
+    options: dict[str, Any]
+    grad_out: Tensor
+    grad_lse: Tensor
+
+    @classmethod
+    def of(
+        cls, query: Tensor | JaggedTensor, keys: JaggedTensor, values: JaggedTensor, seed: int = 0, **options: Any
+    ) -> Call:
+        """With random gradients, NaN in slack."""
+        q = _packed(query)
+        rows = (len(keys), *q.shape[-3:-1]) if not isinstance(query, JaggedTensor) else tuple(q.shape[:2])
+        generator = torch.Generator(q.device).manual_seed(seed + 77)
+        shape = (*rows, values.values().shape[-1])
+        grad_out = torch.randn(shape, generator=generator, device=q.device, dtype=torch.float32).to(q.dtype)
+        lse_shape = rows if isinstance(query, JaggedTensor) else (rows[0], rows[2], rows[1])
+        grad_lse = torch.randn(lse_shape, generator=generator, device=q.device)
+        if isinstance(query, JaggedTensor):
+            grad_out[query.num_tokens :] = math.nan
+            grad_lse[query.num_tokens :] = math.nan
+        return cls(query, keys, values, options, grad_out, grad_lse)
+
+    @classmethod
+    def of_case(cls, case: AttentionCase, device: torch.device | str = "cpu") -> Call:
+        return cls.of(*case.inputs(device), seed=case.seed, **case.options)
+
+    def run(self, backend: str | None, **options: Any) -> AttentionResult:
+        """Forward and backward through the public API, from fresh leaves."""
+        leaves = [_packed(x).detach().requires_grad_() for x in (self.query, self.keys, self.values)]
+        query: Any = self.query.with_values(leaves[0]) if isinstance(self.query, JaggedTensor) else leaves[0]
+        out, lse = attend(
+            query, self.keys.with_values(leaves[1]), self.values.with_values(leaves[2]), **self.options,
+            return_lse=True, backend=backend, **options,
+        )  # fmt: skip
+        out = _packed(out)
+        grads = torch.autograd.grad([out, lse], leaves, [self.grad_out, self.grad_lse])
+        return AttentionResult(out.detach(), lse.detach(), *grads)
+
+    def check(self, got: AttentionResult, sequences: Iterable[int] | None = None) -> None:
+        """Assert that results are within their bounds, of the given sequences or of all, and slack rows exactly 0.
+
+        The gradient of a broadcast query is checked where all are.
+
+        Raises:
+            AssertionError: with the element that is farthest out, its value and its bound.
+        """
+        q, k, v = (_packed(x).detach() for x in (self.query, self.keys, self.values))
+        jagged = isinstance(self.query, JaggedTensor)
+        broadcast = not jagged and q.dim() == 3
+        for name, mine, like in zip(("dq", "dk", "dv"), got[2:], (q, k, v), strict=True):
+            assert mine.shape == like.shape, f"{name} has shape {list(mine.shape)}, expected {list(like.shape)}"
+            assert mine.dtype == like.dtype, f"{name} is {mine.dtype}, expected {like.dtype}"
+        left, right = _window(self.options.get("causal", False), self.options.get("window"))
+        scale = self.options.get("scale")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        ends = self.keys.layout.host_offsets().tolist()
+        q_ends = self.query.layout.host_offsets().tolist() if isinstance(self.query, JaggedTensor) else []
+        total: Bounded | None = None
+        for b in range(len(self.keys)) if sequences is None else sequences:
+            rows = slice(ends[b], ends[b + 1])
+            mine = slice(q_ends[b], q_ends[b + 1]) if jagged else b
+            q_rows = slice(None) if broadcast else mine
+            grad_lse = self.grad_lse[mine] if jagged else self.grad_lse[mine].T
+            wanted = bounded_attention(
+                q[q_rows], k[rows], v[rows], self.grad_out[mine], grad_lse, scale=scale, left=left, right=right
+            )
+            found = {
+                "out": got.out[mine],
+                "lse": got.lse[mine] if jagged else got.lse[mine].T,
+                "dk": got.dk[rows],
+                "dv": got.dv[rows],
+            }
+            if broadcast:
+                total = wanted["dq"] if total is None else Bounded(*(x + y for x, y in zip(total, wanted["dq"], strict=True)))
+            else:
+                found["dq"] = got.dq[mine]
+            for name, value in found.items():
+                assert_within(value, wanted[name], f"{name} of sequence {b}")
+        if broadcast and sequences is None:
+            nothing = torch.zeros_like(q, dtype=torch.float64)
+            assert_within(got.dq, Bounded(nothing, nothing) if total is None else total, "dq")
+        self._check_slack(got)
+
+    def _check_slack(self, got: AttentionResult) -> None:
+        tokens = self.keys.num_tokens
+        slack = {"dk": got.dk[tokens:], "dv": got.dv[tokens:]}
+        if isinstance(self.query, JaggedTensor):
+            tokens = self.query.num_tokens
+            slack |= {"out": got.out[tokens:], "dq": got.dq[tokens:]}
+            assert (got.lse[tokens:] == -math.inf).all(), "lse is not -inf in slack rows"
+        for name, rows in slack.items():
+            assert torch.equal(rows, torch.zeros_like(rows)), f"{name} is not 0 in slack rows"
+
+
+def check_attention(
+    case: AttentionCase, backend: str | None, device: torch.device | str = "cpu", **options: Any
+) -> AttentionResult:
+    """Run a case forward and backward and check every element of every result."""
+    call = Call.of_case(case, device)
+    got = call.run(backend, **options)
+    try:
+        call.check(got)
+    except AssertionError as error:
+        raise AssertionError(f"{error}, in {case}") from None
+    return got
+
+
+def assert_within(got: Tensor, wanted: Bounded, name: str) -> None:
+    """Assert |got - value| <= error for each element, and infinities where they must be."""
+    assert got.shape == wanted.value.shape, f"{name} has shape {list(got.shape)}, expected {list(wanted.value.shape)}"
+    got = got.double()
+    infinite = wanted.value.isinf()
+    assert torch.equal(got[infinite], wanted.value[infinite]), f"{name} is not infinite where it must be"
+    over = ((got - wanted.value).abs() - wanted.error).masked_fill(infinite, 0).nan_to_num(torch.inf)
+    if over.numel() and over.max() > 0:
+        place = tuple(int(i) for i in torch.unravel_index(over.flatten().argmax(), over.shape))
+        bad = int((over > 0).sum())
+        raise AssertionError(
+            f"{bad} of {over.numel()} elements of {name} are wrong; at {list(place)} it is {got[place].item():.7g}, "
+            f"expected {wanted.value[place].item():.7g} within {wanted.error[place].item():.2g}"
+        )
+
+
+def _packed(x: Any) -> Tensor:
+    return x.values() if isinstance(x, JaggedTensor) else x

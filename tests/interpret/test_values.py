@@ -1,0 +1,155 @@
+"""Portable kernels, interpreted, against attention in float64: batches that hypothesis makes, and grids of what they
+distinguish. Blocks have 16 to 128 rows, so lengths lie around their multiples."""
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaggedtensor.problem import QueryKind
+from jaggedtensor.testing import AttentionCase
+from jaggedtensor.testing.bounds import check_attention
+
+LENGTHS = [0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 130]
+KINDS = list(QueryKind)
+HALF = [torch.bfloat16, torch.float16]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+
+# The interpreter computes with numpy, which speaks up where a GPU gives inf or NaN in lanes that a mask drops.
+numpy.seterr(all="ignore")
+
+
+def check(case):
+    check_attention(case, "portable")
+
+
+@st.composite
+def cases(draw, kind):
+    """Few heads and at most 350 keys in all: the interpreter is slow."""
+    some = st.one_of(st.sampled_from(LENGTHS), st.integers(0, 130))
+    k_lengths = [*draw(st.lists(some, max_size=3)), *draw(st.sampled_from([[], [0], [1], [0, 1]]))]
+    k_lengths = draw(st.permutations(k_lengths))
+    while sum(k_lengths) > 350:
+        k_lengths.remove(max(k_lengths))
+    q_lengths = [draw(st.one_of(st.just(n), some)) for n in k_lengths]
+    while sum(q_lengths) > 350:
+        q_lengths[q_lengths.index(max(q_lengths))] = 1
+    q_length = draw(st.sampled_from([0, 1, 3, 16, 17, 32, 33, 65, 129] if kind is QueryKind.BROADCAST else [1, 5, 17, 40]))
+    heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 3)]))
+    side = st.one_of(st.none(), st.integers(0, 20), st.integers(0, 140))
+    window = draw(st.one_of(st.none(), side, st.tuples(side, side)))
+    return AttentionCase(
+        tuple(k_lengths),
+        query=kind,
+        q_length=q_length if q_length * heads <= 160 else 3,
+        q_lengths=tuple(q_lengths),
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from([1, 8, 16, 24, 40, 64, 72])),
+        value_dim=draw(st.sampled_from([1, 8, 16, 24, 40, 64, 72])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float32, *HALF])),
+        causal=draw(st.booleans()),
+        window=window,
+        scale=draw(st.sampled_from([None, None, 0.3, -0.4, 0.0])),
+        q_slack=draw(st.integers(0, 3)),
+        k_slack=draw(st.integers(0, 3)),
+        offsets_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        magnitude=draw(st.sampled_from([1.0, 1.0, 6.0])),
+        seed=draw(st.integers(0, 100)),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_batch_is_as_near_to_float64_as_its_dtype_allows(kind, gpu, data):
+    case = data.draw(cases(kind))
+    with gpu(data.draw(st.sampled_from([1, 3, 5, 132]), label="processors")):
+        check(case)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_lengths_around_multiples_of_blocks(dtype, kind):
+    """TAIL-01, TAIL-03, TAIL-04: empty, one token, one less, exact, one more; each its own values and gradients."""
+    case = AttentionCase(
+        (130, 0, 63, 16, 1, 65), query=kind, q_length=17, q_lengths=(1, 64, 65, 16, 33, 0), heads=2, kv_heads=2, dtype=dtype
+    )
+    check(case)
+
+
+@kinds
+@pytest.mark.parametrize("dims", [(16, 16), (24, 40), (64, 24), (72, 104), (256, 160), (17, 256)], ids=str)
+def test_head_dimensions(dims, kind):
+    """DIM-02, DIM-06: not powers of two, and different ones of keys and values."""
+    case = AttentionCase((33, 0, 7), query=kind, q_length=3, q_lengths=(5, 2, 20), dim=dims[0], value_dim=dims[1])
+    check(case)
+    check(case.with_options(dtype=torch.bfloat16, causal=True))
+
+
+@kinds
+def test_every_column_takes_part(kind):
+    """DIM-03: keys that differ in their last column alone."""
+    for dim in (24, 64, 128):
+        case = AttentionCase((20, 3), query=kind, q_length=2, q_lengths=(2, 2), heads=1, kv_heads=1, dim=dim, value_dim=dim)
+        q, k, v = case.inputs()
+        for x in (q, k):
+            values = x if isinstance(x, torch.Tensor) else x.values()
+            values.data[..., :-1] = 0
+        out = k.attend(q, v, scale=1.0, backend="portable")
+        wanted = k.attend(q, v, scale=1.0, backend="reference")
+        out, wanted = (x if isinstance(x, torch.Tensor) else x.values() for x in (out, wanted))
+        torch.testing.assert_close(out, wanted)
+        assert (out[..., 0] - out.mean()).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("heads", [(12, 3), (12, 4), (9, 3), (6, 1), (8, 2), (5, 5)], ids=str)
+def test_query_heads_share_key_heads_in_any_ratio(heads):
+    """GQA-01, EMP-14: packed rows of a tile belong to several heads and queries, also where 16 rows are no multiple."""
+    for kind in (QueryKind.BROADCAST, QueryKind.JAGGED):
+        case = AttentionCase(
+            (40, 3, 0), query=kind, q_length=3, q_lengths=(7, 0, 1), heads=heads[0], kv_heads=heads[1], dim=16, value_dim=16
+        )
+        check(case)
+        check(case.with_options(causal=True, dtype=torch.float16))
+
+
+@kinds
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": True},
+        {"window": (0, 0)},
+        {"window": (33, 2)},
+        {"window": (None, 40)},
+        {"window": (70, None)},
+        {"window": (16, None), "causal": True},
+        {"window": (2**31 - 1, 2**40)},
+    ],
+    ids=str,
+)
+def test_masks_are_aligned_from_the_end_in_both_passes(mask, kind):
+    """MSK-01, MSK-02, MSK-05: more queries than keys, fewer, and as many; limits of any size."""
+    case = AttentionCase(
+        (130, 5, 0, 70, 33), query=kind, q_length=40, q_lengths=(40, 30, 3, 70, 65), heads=2, kv_heads=1, dim=16, value_dim=16
+    )
+    check(case.with_options(**mask))
+
+
+@pytest.mark.parametrize("length", [40, 150])
+@pytest.mark.parametrize("processors", [1, 4, 132])
+def test_broadcast_query_whatever_the_number_of_workers(length, processors, gpu):
+    """Batches of fewer blocks than workers, and workers that get parts of sequences."""
+    for k_lengths in ((1,), (200, 0, 30, 3)):
+        case = AttentionCase(k_lengths, q_length=length, heads=3, kv_heads=3, dim=16, value_dim=16)
+        with gpu(processors):
+            check(case)
+
+
+@kinds
+@pytest.mark.parametrize("scale", [0.0, -0.7, 3.0])
+def test_scales_of_any_sign(scale, kind):
+    case = AttentionCase((20, 0, 70), query=kind, q_length=5, q_lengths=(20, 1, 9), causal=True, scale=scale)
+    check(case)
+    check(case.with_options(causal=False, dtype=torch.bfloat16))
