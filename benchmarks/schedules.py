@@ -6,7 +6,6 @@ Exits with 1 if a bar does not hold.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -83,18 +82,20 @@ def weighed() -> None:
         print(f"{name:18}{132:8}{shown}")
 
 
-def milliseconds(layout: JaggedLayout, schedule: TileSchedule, repeat: int) -> list[float]:
-    times = []
+def milliseconds(layout: JaggedLayout, schedule: TileSchedule, repeat: int) -> tuple[float, float]:
+    """Median time by the clock, and median time that the thread had a core: a busy machine takes only the first away."""
+    clock, core = [], []
     for _ in range(repeat):
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.thread_time()
         build(schedule.request, layout)
-        times.append(1e3 * (time.perf_counter() - begin))
-    return times
+        clock.append(1e3 * (time.perf_counter() - begin[0]))
+        core.append(1e3 * (time.thread_time() - begin[1]))
+    return statistics.median(clock), statistics.median(core)
 
 
-def building(threads: int) -> None:
-    torch.set_num_threads(threads)
-    print(f"\nbuilding on {threads} threads, in ms: median (least)\n")
+def building() -> None:
+    torch.set_num_threads(1)
+    print("\nbuilding on one core, in ms of that core (by the clock)\n")
     huge = torch.randint(0, 201, (100_000,), generator=torch.Generator().manual_seed(0))
     print(f"{'batch':34}{'axis':7}" + "".join(f"{kind.value:>17}" for kind in COLUMNS))
     slowest = 0.0
@@ -106,18 +107,16 @@ def building(threads: int) -> None:
             for kind in COLUMNS:
                 schedule = layout.schedule(kind, q_len=128, heads=4, workers=132, axis=axis)
                 lpt = kind is ScheduleKind.LPT
-                times = milliseconds(layout, schedule, 3 if lpt else repeat)
-                median = statistics.median(times)
-                shown += f"{f'{median:.2f} ({min(times):.2f})':>17}"
+                clock, core = milliseconds(layout, schedule, 3 if lpt else repeat)
+                shown += f"{f'{core:.2f} ({clock:.2f})':>17}"
                 if name == "lognormal" and not lpt:
-                    slowest = max(slowest, median)
-                if name != "lognormal":
-                    served = int(schedule.count) == 4 * covered(schedule, batch)
-                    assert served, f"{kind} lost tiles"
+                    slowest = max(slowest, core)
+                if int(schedule.count) != 4 * covered(schedule, batch):
+                    failed.append(f"{kind.value} by {axis.value} lost tiles")
             print(f"{title:34}{axis.value:7}{shown}")
     print()
-    bar(f"a schedule of 4096 sequences, 4 heads is built in 5 ms: {slowest:.2f} ms", slowest < 5)
-    bar("100,000 sequences with 10 million tokens are served", True)
+    bar(f"a schedule of 4096 sequences, 4 heads takes less than 5 ms: {slowest:.2f} ms", slowest < 5)
+    bar("100,000 sequences with 10 million tokens are served", not any("lost" in text for text in failed))
 
 
 def covered(schedule: TileSchedule, batch: torch.Tensor) -> float:
@@ -128,12 +127,9 @@ def covered(schedule: TileSchedule, batch: torch.Tensor) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU, for building")
-    arguments = parser.parse_args()
     balance()
     weighed()
-    building(arguments.threads)
+    building()
     return 1 if failed else 0
 
 

@@ -31,6 +31,7 @@ def fail(name: str, expected: str, got: object, remedy: str = "", *, error: type
 
 
 def check_tensor(value: object, name: str, remedy: str = "") -> Tensor:
+    """A dense tensor, or a TypeError that says what else it is."""
     if not isinstance(value, Tensor):
         fail(name, "a Tensor", value, remedy, error=TypeError)
     if value.layout != torch.strided:
@@ -49,11 +50,13 @@ def check_integers(value: object, name: str) -> Tensor:
 
 
 def check_floating(tensor: Tensor, name: str, operation: str) -> None:
+    """Refuse integers and booleans for what has no meaning on them."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         fail(name, f"floating point for {operation}", tensor, "convert with .float()", error=TypeError)
 
 
 def check_same_device(tensor: Tensor, name: str, device: torch.device) -> None:
+    """Refuse a tensor that is on another device than the others."""
     if tensor.device != device:
         fail(name, f"on {device}", tensor, f"move it with .to({str(device)!r})")
 

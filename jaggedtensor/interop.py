@@ -18,7 +18,9 @@ from jaggedtensor.tensor import JaggedTensor, _rebuild
 
 
 def _flatten(jt: JaggedTensor) -> tuple[list[Any], None]:
-    offsets = jt._layout._offsets if isinstance(jt._layout, JaggedLayout) else jt._layout  # whatever a tree_map put there
+    offsets = (
+        jt._layout._offsets if isinstance(jt._layout, JaggedLayout) else jt._layout
+    )  # whatever a tree_map put there
     return [jt._values, offsets], None
 
 

@@ -146,6 +146,7 @@ class JaggedLayout:
         return self._remember(("to", device), lambda: self._converted(move))
 
     def pin_memory(self) -> JaggedLayout:
+        """This layout with offsets in page-locked memory; the copy is remembered, as by `to`."""
         if self._offsets.is_pinned():
             return self
         return self._remember("pinned", lambda: self._converted(Tensor.pin_memory))
@@ -167,10 +168,12 @@ class JaggedLayout:
 
     @property
     def batch_size(self) -> int:
+        """Sequences, empty ones included."""
         return self._offsets.shape[0] - 1
 
     @property
     def device(self) -> torch.device:
+        """Where offsets and everything that follows from them are."""
         return self._offsets.device
 
     @property
@@ -368,6 +371,13 @@ class JaggedLayout:
             return make()
         with torch.inference_mode(False):  # as in _remember
             return self._schedules.get(request, make)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sequence is known, on the host, to have a token."""
+        if not self.lengths_on_host:
+            return False
+        return self._remember("is_complete", lambda: bool((self.host_offsets().diff() > 0).all()))
 
     @property
     def lengths_on_host(self) -> bool:

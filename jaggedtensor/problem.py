@@ -23,6 +23,8 @@ _LEAST_SHARED_MEMORY = 64 << 10
 
 
 class QueryKind(enum.Enum):
+    """How queries belong to sequences."""
+
     BROADCAST = "broadcast"  # [Lq, Hq, D]: one query for every sequence
     PER_SEQUENCE = "per sequence"  # [B, Lq, Hq, D]
     JAGGED = "jagged"  # [tokens_q, Hq, D] with its own offsets
@@ -152,6 +154,7 @@ class AttentionProblem:
 
     @property
     def windowed(self) -> bool:
+        """Whether any query may see less than all keys."""
         return self.left != UNLIMITED or self.right != UNLIMITED
 
 
@@ -169,10 +172,12 @@ class AttentionArgs(NamedTuple):
     k_offsets: Tensor
     scale: float
     slack: bool  # whether q, k or v have, or may have, rows past the last sequence
+    complete: bool  # whether every sequence is known to have a key
     schedule: Sequence[Tensor]  # as the implementation's `plan` made it
 
     @property
     def batch_size(self) -> int:
+        """Sequences of the keys."""
         return self.k_offsets.shape[0] - 1
 
     @property
@@ -187,16 +192,19 @@ class AttentionArgs(NamedTuple):
 
 
 def out_shape(q: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> tuple[int, ...]:
+    """`[B, Lq, Hq, Dv]` or, for a jagged query, `[rows, Hq, Dv]`."""
     if q_offsets is not None:
         return (*q.shape[:2], v.shape[-1])
     return (k_offsets.shape[0] - 1, *q.shape[-3:-1], v.shape[-1])
 
 
 def lse_shape(q: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> tuple[int, ...]:
+    """`[B, Hq, Lq]` or, for a jagged query, `[rows, Hq]`."""
     if q_offsets is not None:
         return tuple(q.shape[:2])
     return (k_offsets.shape[0] - 1, q.shape[-2], q.shape[-3])
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -215,10 +215,12 @@ class JaggedTensor:
 
     @property
     def batch_size(self) -> int:
+        """Sequences, empty ones included."""
         return self._layout.batch_size
 
     @property
     def num_tokens(self) -> int:
+        """Rows that belong to a sequence; reads a GPU (once) if the host does not know it yet."""
         return self._layout.num_tokens
 
     @property
@@ -228,10 +230,12 @@ class JaggedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of values; offsets have their own."""
         return self._values.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where values and offsets are."""
         return self._values.device
 
     @property
@@ -241,12 +245,15 @@ class JaggedTensor:
 
     @property
     def ndim(self) -> int:
+        """Dimensions of `(B, j, *feature)`."""
         return self._values.dim() + 1
 
     def dim(self) -> int:
+        """Dimensions of `(B, j, *feature)`."""
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
+        """As `Tensor.size`; None for the ragged dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
@@ -256,6 +263,7 @@ class JaggedTensor:
         return iter(self.unbind())
 
     def is_floating_point(self) -> bool:
+        """As `Tensor.is_floating_point`."""
         return self._values.is_floating_point()
 
     # -- same structure, other values ---------------------------------------------------------------------------------
@@ -317,6 +325,7 @@ class JaggedTensor:
         return list(self._values[: self.num_tokens].split(lengths)) if lengths else []
 
     def unbind(self) -> tuple[Tensor, ...]:
+        """The sequences as a tuple of views."""
         return tuple(self.to_list())
 
     def to_padded(self, fill: float | int | bool = 0, max_length: int | None = None) -> Tensor:
@@ -379,9 +388,10 @@ class JaggedTensor:
                 fail("the index of dimension 1 (ragged)", "a slice", cut, remedy, error=TypeError)
             chosen = self._of(*indexing.cut_sequences(chosen._values, chosen._layout, cut))
         if len(index) > 2:
-            features = chosen._values[(slice(None), *index[2:])]
-            copied = any(isinstance(i, (Tensor, list)) for i in index[2:])
-            chosen = chosen._with_tokens(features) if copied else self._of(features, chosen._layout)
+            features = (slice(None), *index[2:])
+            values = chosen._values[features]
+            copied = any(isinstance(i, (Tensor, list)) for i in features)
+            chosen = chosen._with_tokens(values) if copied else self._of(values, chosen._layout)
         return chosen
 
     def _choose(self, index: Any) -> Any:
@@ -583,10 +593,12 @@ class JaggedTensor:
         return self._of(values, layout)
 
     def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Self:
+        """As `Tensor.cuda`."""
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
         return self.to(target, non_blocking=non_blocking)
 
     def cpu(self) -> Self:
+        """As `Tensor.cpu`."""
         return self.to("cpu")
 
     def pin_memory(self) -> Self:
@@ -594,6 +606,7 @@ class JaggedTensor:
         return self._of(self._values.pin_memory(), self._layout.pin_memory())
 
     def is_pinned(self) -> bool:
+        """Whether values are in page-locked memory."""
         return self._values.is_pinned()
 
     def record_stream(self, stream: Any) -> None:
@@ -603,19 +616,24 @@ class JaggedTensor:
         self._layout.record_stream(stream)
 
     def detach(self) -> Self:
+        """As `Tensor.detach`, on the same layout."""
         return self._of(self._values.detach(), self._layout)
 
     def clone(self) -> Self:
+        """As `Tensor.clone`, on the same layout."""
         return self._of(self._values.clone(), self._layout)
 
     def contiguous(self) -> Self:
+        """As `Tensor.contiguous`, on the same layout."""
         return self._of(self._values.contiguous(), self._layout)
 
     @property
     def requires_grad(self) -> bool:
+        """Of values."""
         return self._values.requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As `Tensor.requires_grad_`, of values."""
         self._values.requires_grad_(requires_grad)
         return self
 

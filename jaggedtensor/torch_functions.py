@@ -69,7 +69,7 @@ def align(operand: Any, jt: JaggedTensor, name: str = "operand") -> Any:
 
 
 def _for_every_token(feature: Tensor, jt: JaggedTensor) -> Tensor:
-    """One entry for all tokens; if it is trained, a row for each, so that slack (0 / 0!) has no part in its gradient."""
+    """One entry for all tokens; if trained, a row for each, so that slack (0 / 0!) has no part in its gradient."""
     rows = jt.values().shape[0]
     if not feature.requires_grad or not jt.layout.has_slack(rows):
         return feature
@@ -85,6 +85,7 @@ def _divisor(operand: Any, jt: JaggedTensor) -> Any:
 
 
 def pointwise(func: Function, *args: Any, **kwargs: Any) -> Any:
+    """Operands side by side: aligned on the tokens of the first jagged one."""
     if kwargs.get("out") is not None:
         fail(
             "out", "absent for jagged operands", "a tensor", "use the returned JaggedTensor", error=NotImplementedError
@@ -154,6 +155,7 @@ register("linear one_hot", on_values, (F,))
 
 
 def embedding(func: Function, jt: JaggedTensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A row of the table for every token; frequencies and norms are those of tokens alone."""
     options = dict(zip(("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"), args, strict=False))
     options.update(kwargs)
     rows = jt.values().shape[0]
@@ -168,6 +170,7 @@ register("embedding", embedding, (F,))
 
 
 def normed(func: Function, jt: JaggedTensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Norms over trailing features."""
     dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     if dims > jt.ndim - 2:
         fail("normalized_shape", f"of at most {jt.ndim - 2} dimensions (the features)", f"{tuple(normalized_shape)}")
@@ -178,6 +181,7 @@ register("layer_norm rms_norm", normed, (F,))
 
 
 def prelu(func: Function, jt: JaggedTensor, weight: Tensor) -> Any:
+    """One slope, or one for each feature of `[rows, features]`."""
     if weight.numel() > 1 and jt.ndim != 3:
         fail("weight", "of one element unless values are [rows, features]", weight)
     return on_values(func, jt, weight)
@@ -244,6 +248,7 @@ register(
 
 
 def along_feature(func: Function, jt: JaggedTensor, *args: Any, dim: int | None = None, **kwargs: Any) -> Any:
+    """Functions along a dimension, which must be named and be a feature."""
     if dim is None:
         if not args or not isinstance(args[-1], int):
             fail(
@@ -275,6 +280,7 @@ register("glu softmin", lambda func, jt, dim=-1, **kw: along_feature(func, jt, d
 
 
 def cosine_similarity(func: Function, a: JaggedTensor, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """Along a feature, of two batches or a batch and a dense operand."""
     if not isinstance(a, JaggedTensor):
         a, b = b, a
     return a._with_tokens(func(a._tokens(), align(b, a, "x2"), dim=a._feature_dim(dim), eps=eps))
@@ -284,10 +290,12 @@ register("cosine_similarity", cosine_similarity, (F,))
 
 
 def joined(func: Function, tensors: Any, dim: int = 0) -> Any:
+    """As `JaggedTensor.cat`."""
     return JaggedTensor.cat(list(tensors), dim)
 
 
 def stacked(func: Function, tensors: Any, dim: int = 0) -> Any:
+    """Token by token, along a new feature."""
     new = [x.unsqueeze(dim) for x in tensors]
     return JaggedTensor.cat(new, dim if dim >= 0 else new[0].ndim + dim)
 
@@ -300,6 +308,7 @@ register("stack", stacked, (torch,))
 
 
 def unsqueeze(func: Function, jt: JaggedTensor, dim: int) -> Any:
+    """A new axis among the features."""
     place = dim if dim >= 0 else jt.ndim + 1 + dim
     if not 2 <= place <= jt.ndim:
         fail("dim", f"a place among the features (2..{jt.ndim})", dim, "features come after (B, j)")
@@ -307,14 +316,17 @@ def unsqueeze(func: Function, jt: JaggedTensor, dim: int) -> Any:
 
 
 def flatten(func: Function, jt: JaggedTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Features into one."""
     return jt._of(func(jt.values(), jt._feature_dim(start_dim), jt._feature_dim(end_dim)), jt.layout)
 
 
 def of_two_dims(func: Function, jt: JaggedTensor, dim0: int, dim1: int) -> Any:
+    """Functions of two feature dimensions."""
     return jt._of(func(jt.values(), jt._feature_dim(dim0), jt._feature_dim(dim1)), jt.layout)
 
 
 def of_one_dim(func: Function, jt: JaggedTensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    """Functions of one feature dimension."""
     return jt._of(func(jt.values(), jt._feature_dim(dim), *args, **kwargs), jt.layout)
 
 
@@ -333,7 +345,13 @@ def loss(func: Function, *args: Any, **kwargs: Any) -> Any:
     jt = next(named[name] for name in ("input", "target") if isinstance(named[name], JaggedTensor))
     of_classes = func in (F.cross_entropy, F.nll_loss)
     if of_classes and not isinstance(named["target"], JaggedTensor):
-        fail("target", "a JaggedTensor", named["target"], "for a row for each token use input.with_values(target)", error=TypeError)
+        fail(
+            "target",
+            "a JaggedTensor",
+            named["target"],
+            "for a row for each token use input.with_values(target)",
+            error=TypeError,
+        )
     names = ("input", "target") if of_classes else ("input", "target", "weight")
     beside = {name: _beside(named.pop(name), jt, name) for name in names if named.get(name) is not None}
     if named.get("reduction", "mean") == "none":

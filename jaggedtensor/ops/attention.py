@@ -106,8 +106,9 @@ def attend(
             implementation = choose(problem, backend).implementation
             schedules = implementation.plan(problem, key.layout, q_layout, k.shape[0], q.shape[0], train)
             return Recipe(
-                *schedules, _scale(scale, k), left, right, implementation.name, deterministic, _slack(query, key, value)
-            )
+                *schedules, _scale(scale, k), left, right, implementation.name, deterministic, _slack(query, key, value),
+                key.layout.is_complete,
+            )  # fmt: skip
 
         if (
             torch.compiler.is_compiling()
@@ -143,6 +144,7 @@ class Recipe(NamedTuple):
     backend: str
     deterministic: bool
     slack: bool
+    complete: bool
 
 
 def _check(

@@ -19,7 +19,7 @@ from jaggedtensor.problem import AttentionArgs, AttentionProblem, lse_dtype, lse
 _lib = torch.library.Library("jaggedtensor", "FRAGMENT")
 _ARGS = (
     "Tensor q, Tensor k, Tensor v, Tensor? q_offsets, Tensor k_offsets, Tensor[] forward_schedule, "
-    "Tensor[] backward_schedule, float scale, int left, int right, str backend, bool deterministic, bool slack"
+    "Tensor[] backward_schedule, float scale, int left, int right, str backend, bool deterministic, bool slack, bool complete"
 )
 _lib.define(f"attend_fwd({_ARGS}) -> (Tensor, Tensor)")
 _lib.define(
@@ -51,19 +51,20 @@ def _forward(
     backend,
     deterministic,
     slack,
+    complete,
 ):
     problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
-    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, forward_schedule)
+    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, forward_schedule)
     with no_autocast(q.device):
         return by_name(backend).launcher().forward(args)
 
 
 def _backward(
     grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, forward_schedule, backward_schedule, scale, left,
-    right, backend, deterministic, slack, needs,
+    right, backend, deterministic, slack, complete, needs,
 ):  # fmt: skip
     problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
-    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, backward_schedule)
+    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, backward_schedule)
     with no_autocast(q.device):
         grads = by_name(backend).launcher().backward(args, grad_out, grad_lse, out, lse, tuple(needs))
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)

@@ -50,6 +50,7 @@ def _width(layout: JaggedLayout, max_length: int | None) -> int:
 
 
 def from_padded(padded: Tensor, lengths: Tensor | None, mask: Tensor | None) -> Packed:
+    """The first `lengths[i]` tokens of row i of `[B, L, *feature]`, or those where `mask` is true."""
     check_tensor(padded, "padded")
     if padded.dim() < 2:
         fail("padded", "of shape [B, L, *feature]", padded)

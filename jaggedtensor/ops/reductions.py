@@ -24,6 +24,7 @@ def sum(values: Tensor, layout: JaggedLayout, dtype: torch.dtype | None = None) 
 
 
 def mean(values: Tensor, layout: JaggedLayout, dtype: torch.dtype | None = None) -> Tensor:
+    """`[rows, *feature]` -> `[B, *feature]`."""
     values = values if dtype is None else values.to(dtype)
     check_floating(values, "values", "mean")
     return (_wide_sum(values, layout) / _lengths(values, layout).clamp(min=1)).to(values.dtype)
@@ -37,6 +38,7 @@ def amax(values: Tensor, layout: JaggedLayout) -> Tensor:
 
 
 def amin(values: Tensor, layout: JaggedLayout) -> Tensor:
+    """`[rows, *feature]` -> `[B, *feature]`; equal minima share the gradient, as in torch.amin."""
     if values.dtype == torch.bool:
         return amin(values.to(torch.uint8), layout).to(torch.bool)
     if values.is_floating_point():
@@ -59,6 +61,7 @@ def std(values: Tensor, layout: JaggedLayout, correction: float = 1) -> Tensor:
 
 
 def logsumexp(values: Tensor, layout: JaggedLayout) -> Tensor:
+    """`[rows, *feature]` -> `[B, *feature]`; no exponential overflows."""
     check_floating(values, "values", "logsumexp")
     wide = _widen(zero_slack(values, layout))
     peak = _finite_peak(wide, layout)
@@ -78,6 +81,7 @@ def softmax(values: Tensor, layout: JaggedLayout) -> Tensor:
 
 
 def log_softmax(values: Tensor, layout: JaggedLayout) -> Tensor:
+    """`[rows, *feature]` -> the same shape, the logarithm of `softmax`; slack rows are 0."""
     check_floating(values, "values", "log_softmax")
     wide = _widen(zero_slack(values, layout))
     return zero_slack(wide - _expand(logsumexp(wide, layout), values, layout), layout).to(values.dtype)

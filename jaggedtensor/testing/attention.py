@@ -61,9 +61,11 @@ class AttentionCase:
 
     @property
     def options(self) -> dict[str, Any]:
+        """As keyword arguments of `attend`."""
         return {"causal": self.causal, "window": self.window, "scale": self.scale}
 
     def with_options(self, **changes: Any) -> AttentionCase:
+        """The same case but for some fields."""
         return replace(self, **changes)
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor | JaggedTensor, JaggedTensor, JaggedTensor]:
@@ -107,8 +109,9 @@ class AttentionCase:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         values = (q.values() if isinstance(q, JaggedTensor) else q, k.values(), v.values())
         leaves = [x.detach().to(wide).requires_grad_() for x in values]
+        packed_q, packed_k, packed_v = (x.to(dtype) for x in leaves)
         out, lse = attend_by_sequence(
-            *(x.to(dtype) for x in leaves), q_offsets, k.offsets(), **self.options, stepwise=dtype != torch.float64
+            packed_q, packed_k, packed_v, q_offsets, k.offsets(), **self.options, stepwise=dtype != torch.float64
         )
         result = _with_gradients(out, lse, leaves)
         return AttentionResult(result.out, result.lse, *(x.to(dtype) for x in result[2:]))
@@ -158,7 +161,7 @@ def attend_by_sequence(
 def _one_sequence(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, stepwise: bool
 ) -> tuple[Tensor, Tensor]:
-    """q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]`, visible `[Lq, Lk]` -> out `[Lq, Hq, Dv]`, lse `[Lq, Hq]`."""
+    """q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]`, visible `[Lq, Lk]`; out `[Lq, Hq, Dv]`, lse `[Lq, Hq]`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     lse = _wide(q).new_full(q.shape[:2], -math.inf)
     rows = visible.any(1).nonzero().squeeze(1)
@@ -176,9 +179,7 @@ def _one_sequence(
     return out, lse.index_copy(0, rows, _wide(scores).logsumexp(2).transpose(0, 1))
 
 
-def _visible(
-    q_length: int, k_length: int, causal: bool, window: int | tuple[int | None, int | None] | None
-) -> Tensor:
+def _visible(q_length: int, k_length: int, causal: bool, window: int | tuple[int | None, int | None] | None) -> Tensor:
     """Bool `[Lq, Lk]`: the last query stands on the last key, and sees `left` keys before and `right` after its own."""
     left, right = (window, window) if window is None or isinstance(window, int) else window
     distance = torch.arange(k_length) - torch.arange(q_length)[:, None] - (k_length - q_length)  # key less own place

@@ -181,7 +181,11 @@ class Call:
                 "dv": got.dv[rows],
             }
             if broadcast:
-                total = wanted["dq"] if total is None else Bounded(*(x + y for x, y in zip(total, wanted["dq"], strict=True)))
+                total = (
+                    wanted["dq"]
+                    if total is None
+                    else Bounded(*(x + y for x, y in zip(total, wanted["dq"], strict=True)))
+                )
             else:
                 found["dq"] = got.dq[mine]
             for name, value in found.items():

@@ -11,10 +11,10 @@ _FLOOR = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 8, torch.float64: 
 
 
 def error_budget(low: Tensor, exact: Tensor, *, multiple: float = 3.0) -> float:
-    """The largest absolute error allowed: `multiple` times the error of `low`, and a few units in the last place.
+    """The largest absolute error allowed: `multiple` times the error of `low`, and some units in the last place.
 
     Args:
-        low: the plain formula evaluated in the dtype under test, and of that dtype. Where it overflows it tells nothing.
+        low: the plain formula evaluated in the dtype under test, and of that dtype; ignored where it overflows.
         exact: the same in float64.
 
     >>> low, exact = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001], dtype=torch.float64)
@@ -30,8 +30,10 @@ def error_budget(low: Tensor, exact: Tensor, *, multiple: float = 3.0) -> float:
     return multiple * error + _FLOOR[low.dtype] * torch.finfo(low.dtype).eps * largest
 
 
-def assert_within_budget(got: Tensor, low: Tensor, exact: Tensor, name: str = "result", *, multiple: float = 3.0) -> None:
-    """Assert that `got` has the dtype and shape of `low`, infinities where `exact` has them, and an error within budget.
+def assert_within_budget(
+    got: Tensor, low: Tensor, exact: Tensor, name: str = "result", *, multiple: float = 3.0
+) -> None:
+    """Assert that `got` has the dtype of `low`, infinities where `exact` has them, and an error within budget.
 
     Raises:
         AssertionError: with the error, the budget and the place of the worst element.

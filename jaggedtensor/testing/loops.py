@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,14 +71,16 @@ def assert_same_as_loop(
         wanted_grad = torch.cat([_grad(x) for x in xs]) if xs else leaf.detach()[:0]
         tokens = jt.num_tokens
         name = f"the gradient of batch {number}"
-        torch.testing.assert_close(grad[:tokens], wanted_grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(grad[:tokens], wanted_grad, rtol=rtol, atol=atol, msg=partial(_named, name))
         assert torch.equal(grad[tokens:], torch.zeros_like(grad[tokens:])), f"{name} is not 0 in slack rows"
     for number, (leaf, other) in enumerate(zip(dense_inputs, dense_of_loop, strict=True)):
         if leaf.requires_grad:
             name = f"the gradient of dense input {number}"
-            torch.testing.assert_close(
-                _grad(leaf), _grad(other), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(_grad(leaf), _grad(other), rtol=rtol, atol=atol, msg=partial(_named, name))
+
+
+def _named(name: str, message: str) -> str:
+    return f"{name}: {message}"
 
 
 def _leaf(x: Tensor) -> Tensor:

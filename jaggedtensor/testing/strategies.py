@@ -29,6 +29,7 @@ def lengths(max_batch: int = 6, max_length: int = 6) -> st.SearchStrategy[list[i
 
 
 def features() -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of a token: a number, a vector, a matrix."""
     return st.sampled_from(FEATURES)
 
 

@@ -1,5 +1,5 @@
-"""Attention through the public API: every kind of query, mask and shape, against float64 attention of torch, one sequence
-after the other. The kernel of the CPU and the reference must both pass."""
+"""Attention through the public API: every kind of query, mask and shape, against float64 attention of torch, sequence
+after sequence. The kernel of the CPU and the reference must both pass."""
 
 import math
 
@@ -9,7 +9,6 @@ import torch
 from jaggedtensor import JaggedTensor, attend
 from jaggedtensor.problem import QueryKind
 from jaggedtensor.testing import LENGTHS, AttentionCase, assert_attention_within_budget, make_jagged
-from jaggedtensor.testing.cases import random_tensor
 
 KINDS = list(QueryKind)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -59,7 +58,9 @@ def test_every_mask(mask, kind, backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 def test_every_dtype_is_as_near_to_float64_as_the_dtype_allows(kind, dtype, backend):
-    case = AttentionCase((65, 0, 3, 130), query=kind, q_length=5, q_lengths=(9, 4, 0, 7), heads=4, kv_heads=2, dtype=dtype)
+    case = AttentionCase(
+        (65, 0, 3, 130), query=kind, q_length=5, q_lengths=(9, 4, 0, 7), heads=4, kv_heads=2, dtype=dtype
+    )
     check(case, backend)
     check(case.with_options(causal=True, dim=16, value_dim=8), backend)
 
@@ -70,7 +71,13 @@ def test_query_heads_share_key_heads_in_any_ratio(heads, backend):
     """GQA-01, GQA-04, EMP-14."""
     for kind, q_length, causal in ((QueryKind.BROADCAST, 2, False), (QueryKind.JAGGED, 1, True)):
         case = AttentionCase(
-            (33, 3, 0), query=kind, q_length=q_length, q_lengths=(1, 0, 1), heads=heads[0], kv_heads=heads[1], causal=causal
+            (33, 3, 0),
+            query=kind,
+            q_length=q_length,
+            q_lengths=(1, 0, 1),
+            heads=heads[0],
+            kv_heads=heads[1],
+            causal=causal,
         )
         check(case, backend)
 
@@ -80,7 +87,9 @@ def test_query_heads_share_key_heads_in_any_ratio(heads, backend):
 def test_head_dimensions_of_keys_and_values_are_independent(dims, backend):
     """DIM-02, DIM-06."""
     check(AttentionCase((13, 0, 7), dim=dims[0], value_dim=dims[1]), backend)
-    check(AttentionCase((13, 0, 7), query=QueryKind.JAGGED, q_lengths=(3, 2, 7), dim=dims[0], value_dim=dims[1]), backend)
+    check(
+        AttentionCase((13, 0, 7), query=QueryKind.JAGGED, q_lengths=(3, 2, 7), dim=dims[0], value_dim=dims[1]), backend
+    )
 
 
 @backends
@@ -102,12 +111,15 @@ def test_every_column_takes_part(backend):
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
 def test_offsets_of_either_width_and_both(offsets_dtype, backend):
     """OFS-06."""
-    case = AttentionCase((6, 0, 3), query=QueryKind.JAGGED, q_lengths=(2, 1, 4), offsets_dtype=offsets_dtype, causal=True)
+    case = AttentionCase(
+        (6, 0, 3), query=QueryKind.JAGGED, q_lengths=(2, 1, 4), offsets_dtype=offsets_dtype, causal=True
+    )
     check(case, backend)
     q, k, v = case.inputs()
     mixed = JaggedTensor(q.values(), q.offsets().to(torch.int64 if offsets_dtype == torch.int32 else torch.int32))
     assert torch.equal(
-        attend(mixed, k, v, causal=True, backend=backend).values(), attend(q, k, v, causal=True, backend=backend).values()
+        attend(mixed, k, v, causal=True, backend=backend).values(),
+        attend(q, k, v, causal=True, backend=backend).values(),
     )
 
 
@@ -115,7 +127,10 @@ def test_offsets_of_either_width_and_both(offsets_dtype, backend):
 @pytest.mark.parametrize("length", [*range(60, 70), 127, 128, 129, 250])
 def test_no_length_is_special(length, backend):
     """TAIL-01, TAIL-03, TAIL-04, TAIL-09."""
-    check(AttentionCase((length, 1, 2 * length + 1), heads=4, kv_heads=2, q_length=length % 7 + 1, dtype=torch.bfloat16), backend)
+    check(
+        AttentionCase((length, 1, 2 * length + 1), heads=4, kv_heads=2, q_length=length % 7 + 1, dtype=torch.bfloat16),
+        backend,
+    )
 
 
 @backends
@@ -167,7 +182,11 @@ def test_one_head_may_be_left_out(kind, backend):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 def test_shapes_dtypes_and_layouts_of_results(kind, backend):
     case = AttentionCase((4, 0, 2), query=kind, q_length=5, q_lengths=(1, 2, 3), heads=6, kv_heads=2, value_dim=12)
-    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for dtype, wide in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         q, k, v = case.with_options(dtype=dtype).inputs()
         out, lse = attend(q, k, v, return_lse=True, backend=backend)
         assert out.dtype == dtype
@@ -258,5 +277,8 @@ def test_rows_that_see_no_key_give_zero_and_minus_infinity_and_no_gradient(q_len
 def test_a_window_far_into_a_long_sequence(backend):
     """MSK-07, MSK-08: whole blocks of keys masked before the first one that is seen."""
     check(AttentionCase((700,), query=QueryKind.JAGGED, q_lengths=(185,), window=(0, 60)), backend)
-    check(AttentionCase((3000, 5), query=QueryKind.JAGGED, q_lengths=(16, 16), window=(0, 256), dtype=torch.float16), backend)
+    check(
+        AttentionCase((3000, 5), query=QueryKind.JAGGED, q_lengths=(16, 16), window=(0, 256), dtype=torch.float16),
+        backend,
+    )
     check(AttentionCase((3000, 5), query=QueryKind.BROADCAST, q_length=16, window=(0, 256)), backend)

@@ -1,5 +1,5 @@
-"""Gradients of attention under everything autograd can do: some of the inputs, no_grad, lse, checkpoints, hooks, autocast,
-second derivatives."""
+"""Gradients of attention under everything autograd can do: some of the inputs, no_grad, lse, checkpoints, hooks,
+autocast, second derivatives."""
 
 import itertools
 import math
@@ -103,7 +103,14 @@ def test_self_attention_adds_up_three_gradients(backend):
 @kinds
 @pytest.mark.parametrize(
     ("k_lengths", "q_length", "q_lengths"),
-    [((0, 0, 0), 3, (4, 0, 7)), ((), 3, ()), ((9,), 0, (0,)), ((0, 3), 0, (0, 0)), ((0,), 0, (0,)), ((2, 0), 2, (0, 0))],
+    [
+        ((0, 0, 0), 3, (4, 0, 7)),
+        ((), 3, ()),
+        ((9,), 0, (0,)),
+        ((0, 3), 0, (0, 0)),
+        ((0,), 0, (0,)),
+        ((2, 0), 2, (0, 0)),
+    ],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_batches_without_keys_queries_or_sequences_train(k_lengths, q_length, q_lengths, causal, kind, backend):
@@ -181,7 +188,9 @@ def test_a_loss_on_lse_alone_has_its_gradient(kind, backend):
 @backends
 @kinds
 def test_gradcheck(kind, backend):
-    case = AttentionCase((3, 0, 2), query=kind, q_length=2, q_lengths=(2, 1, 3), heads=2, kv_heads=1, dim=3, value_dim=2)
+    case = AttentionCase(
+        (3, 0, 2), query=kind, q_length=2, q_lengths=(2, 1, 3), heads=2, kv_heads=1, dim=3, value_dim=2
+    )
     inputs = case.with_options(dtype=torch.float64, causal=True, q_slack=1, k_slack=1).inputs()
     leaves = [packed(x).detach()[: x.num_tokens] if isinstance(x, JaggedTensor) else x.detach() for x in inputs]
 
@@ -237,7 +246,9 @@ def test_saved_tensors_may_be_moved_away_and_back(kind, backend):
     expected = full_run(kind, backend)
     boxes, leaves = fresh(case_of(kind).inputs())
     moved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: moved.append(x) or x.numpy(force=True).copy(), torch.from_numpy):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: moved.append(x) or x.numpy(force=True).copy(), torch.from_numpy
+    ):
         packed(attend(*boxes, causal=True, backend=backend)).square().sum().backward()
     assert moved
     for x, wanted in zip(leaves, expected, strict=True):

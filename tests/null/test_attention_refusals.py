@@ -32,9 +32,9 @@ def test_query_heads_must_be_a_multiple_of_key_heads(heads, backend):
 
 def test_keys_without_heads_are_refused():
     """GQA-03."""
-    with pytest.raises(ValueError, match="heads of query must be a positive multiple of the 0 heads of key, got 2"):
+    with pytest.raises(ValueError, match=r"heads of query must be a positive multiple of the 0 heads of key, got 2"):
         attend(query(4, 2, 8), keys(0, 8))
-    with pytest.raises(ValueError, match="heads of value must be 2, as of key, got 1"):
+    with pytest.raises(ValueError, match=r"heads of value must be 2, as of key, got 1"):
         attend(query(), keys(2, 8), keys(1, 8))
 
 
@@ -45,9 +45,9 @@ def test_head_dimensions_have_limits(backend):
         message = rf"the head dimension of {name} must be in 1..256, got {size}"
         with pytest.raises(NotImplementedError, match=message):
             attend(query(4, 2, k), keys(2, k), keys(2, v), backend=backend)
-    with pytest.raises(ValueError, match="the head dimension of key must be in 1..256, got 0"):
+    with pytest.raises(ValueError, match=r"the head dimension of key must be in 1..256, got 0"):
         attend(query(4, 2, 0), keys(2, 0), backend=backend)
-    with pytest.raises(ValueError, match="the head dimension of query must be 8, as of key, got 16"):
+    with pytest.raises(ValueError, match=r"the head dimension of query must be 8, as of key, got 16"):
         attend(query(4, 2, 16), keys(2, 8), backend=backend)
 
 
@@ -57,27 +57,39 @@ def test_dtypes_must_be_one_and_floating(backend):
     message = "got query torch.bfloat16, key torch.float32, value torch.float32"
     with pytest.raises(TypeError, match=message):
         attend(query(dtype=half), keys(), backend=backend)
-    with pytest.raises(TypeError, match="got query torch.float32, key torch.bfloat16, value torch.float64"):
+    with pytest.raises(TypeError, match=r"got query torch.float32, key torch.bfloat16, value torch.float64"):
         attend(query(), keys(dtype=half), keys(dtype=torch.float64), backend=backend)
     for dtype in (torch.int64, torch.bool, torch.complex64):
         k = keys().to(dtype) if dtype != torch.complex64 else keys().map_values(lambda x: x.to(torch.complex64))
-        with pytest.raises(TypeError, match="query, key and value must be bf16, fp16, fp32 or fp64, got"):
+        with pytest.raises(TypeError, match=r"query, key and value must be bf16, fp16, fp32 or fp64, got"):
             attend(query(dtype=dtype), k, backend=backend)
 
 
 @pytest.mark.parametrize(
     ("q", "k", "message"),
     [
-        (query(8), keys(), r"query must be of shape \[Lq, Hq, D\] or \[B, Lq, Hq, D\], as key has 3 dimensions, got float32\[8\]"),
+        (
+            query(8),
+            keys(),
+            r"query must be of shape \[Lq, Hq, D\] or \[B, Lq, Hq, D\], as key has 3 dimensions, got float32\[8\]",
+        ),
         (query(4, 8), keys(), r"query must be of shape \[Lq, Hq, D\] or \[B, Lq, Hq, D\]"),
         (query(1, 3, 4, 2, 8), keys(), r"query must be of shape \[Lq, Hq, D\] or \[B, Lq, Hq, D\]"),
         (query(3, 4, 2, 8), keys(8), r"query must be of shape \[Lq, D\] or \[B, Lq, D\], as key has 2 dimensions"),
         (keys(8), keys(), r"query must be of shape \[tokens_q, Hq, D\], as key has 3 dimensions"),
-        (query(), make_jagged([2], dtype=torch.float32), r"key must be of shape \[tokens, Hkv, D\] or \[tokens, D\], got .*unflatten"),
+        (
+            query(),
+            make_jagged([2], dtype=torch.float32),
+            r"key must be of shape \[tokens, Hkv, D\] or \[tokens, D\], got .*unflatten",
+        ),
         (query(), keys(2, 2, 8), r"key must be of shape \[tokens, Hkv, D\] or \[tokens, D\]"),
-        (query(2, 4, 2, 8), keys(), r"dimension 0 of query must be 3 \(the batch size of key\), got .*; leave it out to broadcast one query"),
+        (
+            query(2, 4, 2, 8),
+            keys(),
+            r"dimension 0 of query must be 3 \(the batch size of key\), got .*; leave it out to broadcast one query",
+        ),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_mean_nothing_are_refused(q, k, message):
     with pytest.raises(ValueError, match=message):
         attend(q, k)
@@ -102,7 +114,7 @@ def test_values_are_on_the_layout_of_keys():
 
 def test_batch_sizes_must_agree():
     """OFS-05: both sizes are in the message."""
-    with pytest.raises(ValueError, match="the batch size of query must be 3, as of key, got 4"):
+    with pytest.raises(ValueError, match=r"the batch size of query must be 3, as of key, got 4"):
         attend(keys(lengths=(1, 1, 1, 1)), keys())
 
 
@@ -130,9 +142,11 @@ def test_arguments_of_another_type_are_refused(argument, message):
 
 def test_two_devices_are_refused():
     """DEV-01."""
-    with pytest.raises(ValueError, match=r"query must be on cpu, got float32\[4, 2, 8\] on meta; move it with .to\('cpu'\)"):
+    with pytest.raises(
+        ValueError, match=r"query must be on cpu, got float32\[4, 2, 8\] on meta; move it with .to\('cpu'\)"
+    ):
         attend(query().to("meta"), keys())
-    with pytest.raises(ValueError, match="value must be on cpu, got .* on meta"):
+    with pytest.raises(ValueError, match=r"value must be on cpu, got .* on meta"):
         attend(query(), keys(), keys().to("meta"))
 
 
@@ -172,7 +186,7 @@ def test_a_named_backend_runs_or_says_what_it_lacks(monkeypatch):
     with pytest.raises(NotImplementedError, match=message):
         attend(query(), keys(), backend="portable")
     monkeypatch.setenv("JAGGEDTENSOR_BACKEND", "nonsense")
-    with pytest.raises(ValueError, match="backend must be one of .*, got 'nonsense'"):
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'nonsense'"):
         attend(query(), keys())
     monkeypatch.setenv("JAGGEDTENSOR_BACKEND", "reference")
     assert torch.equal(attend(query(), keys()), attend(query(), keys(), backend="reference"))
@@ -182,10 +196,10 @@ def test_offsets_changed_in_place_are_noticed():
     k = keys()
     q = JaggedTensor(k.values(), JaggedLayout(offsets_of([3, 0, 2])))
     q.layout._offsets[1] = 2
-    with pytest.raises(RuntimeError, match="offsets must be unchanged since the layout was made"):
+    with pytest.raises(RuntimeError, match=r"offsets must be unchanged since the layout was made"):
         attend(q, k)
     k.layout._offsets[1] = 2
-    with pytest.raises(RuntimeError, match="offsets must be unchanged since the layout was made"):
+    with pytest.raises(RuntimeError, match=r"offsets must be unchanged since the layout was made"):
         attend(query(), k)
 
 

@@ -40,7 +40,11 @@ COPIES = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_a_batch_comes_back_equal(lengths, through):
     """BOX-01."""
-    for dtype, offsets_dtype in ((torch.float32, torch.int64), (torch.bfloat16, torch.int32), (torch.int64, torch.int64)):
+    for dtype, offsets_dtype in (
+        (torch.float32, torch.int64),
+        (torch.bfloat16, torch.int32),
+        (torch.int64, torch.int64),
+    ):
         jt = make_jagged(lengths, 2, dtype=dtype, offsets_dtype=offsets_dtype, slack=1)
         other = through(jt)
         assert_same(other, jt)

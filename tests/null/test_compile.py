@@ -168,8 +168,9 @@ def test_operators_compile_with_tensors_on_either_side():
         return [
             r.values()
             for r in (
-                jt + x, x + jt, jt - x, x - jt, jt * x, x * jt, jt / x, x / jt, jt // x, x // jt, jt % x, x % jt, jt.abs() ** x,
-                x**jt, jt < x, x < jt, jt == x, (jt > 0) & (x > 0), jt - 1, 1 - jt, 2 / jt, 2**jt, -jt, abs(jt), jt - jt,
+                jt + x, x + jt, jt - x, x - jt, jt * x, x * jt, jt / x, x / jt, jt // x, x // jt, jt % x, x % jt,
+                jt.abs() ** x, x**jt, jt < x, x < jt, jt == x, (jt > 0) & (x > 0), jt - 1, 1 - jt, 2 / jt, 2**jt,
+                -jt, abs(jt), jt - jt,
             )
         ]  # fmt: skip
 
@@ -268,7 +269,8 @@ def test_strides_of_gradients_are_those_the_compiler_was_told():
     offsets = offsets_of([5, 0, 2])
     grads = []
     for call in (function, compiled):
-        q, k, v = (random_tensor(*s, dtype=torch.float32, seed=n).requires_grad_() for n, s in enumerate(((2, 3, 4), (7, 2, 4), (2, 7, 4))))  # fmt: skip
+        shapes = ((2, 3, 4), (7, 2, 4), (2, 7, 4))
+        q, k, v = (random_tensor(*s, dtype=torch.float32, seed=n).requires_grad_() for n, s in enumerate(shapes))
         call(q, k, v, offsets).square().sum().backward()
         grads.append([q.grad, k.grad, v.grad])
     for a, b in zip(*grads, strict=True):
@@ -303,7 +305,7 @@ def operator_arguments(kind, requires_grad, dtype=torch.float32):
     q = random_tensor(*shape, dtype=dtype, seed=2)
     tensors = [x.requires_grad_(requires_grad) for x in (q, k_values, v)]
     q_offsets = offsets_of([1, 2, 2]) if kind == "jagged" else None
-    return (*tensors, q_offsets, k.offsets(), [], [], 0.5, -1, 0, "cpu", False, True)
+    return (*tensors, q_offsets, k.offsets(), [], [], 0.5, -1, 0, "cpu", False, True, False)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -12,7 +12,16 @@ from jaggedtensor.testing import LENGTHS, assert_same_as_loop, make_jagged
 from jaggedtensor.testing.cases import random_tensor
 from jaggedtensor.testing.strategies import batches, features, lengths
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def assert_lists_equal(got, expected):

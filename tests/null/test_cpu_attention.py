@@ -100,7 +100,7 @@ def definition(problem, dtype=torch.float64):
     """
     q, k, v, q_offsets, k_offsets, scale, left, right = problem
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = [x.to(dtype).to(wide).requires_grad_() for x in (q, k, v)]
+    leaves = [x.detach().clone().to(dtype).to(wide).requires_grad_() for x in (q, k, v)]
     q, k, v = (x.to(dtype) for x in leaves)
     group = q.shape[-2] // k.shape[1]
     outs, lses = [], []

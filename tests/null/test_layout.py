@@ -33,10 +33,28 @@ def test_token_wise_operations_share_the_layout_object():
     jt = make_jagged([3, 0, 2], 4, dtype=torch.float32, slack=1)
     weight = torch.randn(4, 4)
     for other in (
-        jt.with_values(torch.randn(6, 2)), jt + 1, 2 * jt, jt * jt, jt.relu(), jt @ weight, F.linear(jt, weight), jt.float(),
-        jt.softmax(1), jt.cumsum(1), jt.sum(-1), jt.detach(), jt.clone(), jt.unsqueeze(2), jt.map_values(torch.tanh),
-        jt[:, :, 0], jt[:], jt.to(torch.float64), torch.cat([jt, jt], dim=2), jt[:, :], jt.attend(jt, backend="reference"),
-    ):  # fmt: skip
+        jt.with_values(torch.randn(6, 2)),
+        jt + 1,
+        2 * jt,
+        jt * jt,
+        jt.relu(),
+        jt @ weight,
+        F.linear(jt, weight),
+        jt.float(),
+        jt.softmax(1),
+        jt.cumsum(1),
+        jt.sum(-1),
+        jt.detach(),
+        jt.clone(),
+        jt.unsqueeze(2),
+        jt.map_values(torch.tanh),
+        jt[:, :, 0],
+        jt[:],
+        jt.to(torch.float64),
+        torch.cat([jt, jt], dim=2),
+        jt[:, :],
+        jt.attend(jt, backend="reference"),
+    ):
         assert other.layout is jt.layout
 
 
@@ -139,7 +157,12 @@ def test_offsets_do_not_follow_the_dtype_of_values():
     """BOX-03."""
     for dtype in (torch.int32, torch.int64):
         jt = make_jagged([3, 0, 2], 4, offsets_dtype=dtype)
-        for other in (jt.to(torch.bfloat16), jt.half(), jt.to("meta", torch.float16), jt.to(torch.empty(1, device="meta"))):
+        for other in (
+            jt.to(torch.bfloat16),
+            jt.half(),
+            jt.to("meta", torch.float16),
+            jt.to(torch.empty(1, device="meta")),
+        ):
             assert other.offsets().dtype == dtype
             assert other.offsets().device == other.values().device
 
@@ -223,7 +246,9 @@ def test_an_in_place_change_of_offsets_is_detected(use):
     jt = make_jagged([3, 0, 2], 4, dtype=torch.float32)
     jt.lengths(), jt.max_length, jt.sum(1)  # nothing cached may hide it
     jt.layout._offsets[1] = 2
-    with pytest.raises(RuntimeError, match="offsets must be unchanged since the layout was made, got an in-place change"):
+    with pytest.raises(
+        RuntimeError, match=r"offsets must be unchanged since the layout was made, got an in-place change"
+    ):
         use(jt)
 
 
@@ -286,7 +311,7 @@ def test_a_refill_beyond_what_was_declared_is_refused_and_leaves_the_old(offsets
 
 
 def test_only_static_storage_can_be_refilled():
-    with pytest.raises(TypeError, match="made by JaggedLayout.with_capacity, got an immutable layout; make a new one"):
+    with pytest.raises(TypeError, match=r"made by JaggedLayout.with_capacity, got an immutable layout; make a new one"):
         JaggedLayout(offsets_of([3, 2])).copy_(offsets_of([2, 3]))
 
 
@@ -346,7 +371,12 @@ def test_repr_shows_structure_and_never_fails():
     assert "shape=(3, j, 4)" in repr(make_jagged([3, 0, 2], 4))
     assert "tokens=5, longest=3" in repr(make_jagged([3, 0, 2], 4))
     assert "requires_grad=True" in repr(make_jagged([3, 0, 2], 4, requires_grad=True))
-    for jt in (make_jagged([], 4), make_jagged([0, 0]), make_jagged([3]).to("meta"), JaggedTensor(torch.randn(8), static())):
+    for jt in (
+        make_jagged([], 4),
+        make_jagged([0, 0]),
+        make_jagged([3]).to("meta"),
+        JaggedTensor(torch.randn(8), static()),
+    ):
         assert repr(jt).startswith("JaggedTensor(")
         assert repr(jt.layout).startswith("JaggedLayout(")
     many = repr(make_jagged([1] * 1000))

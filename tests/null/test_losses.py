@@ -126,7 +126,11 @@ def test_losses_on_a_static_layout_do_not_read_the_number_of_tokens(reduction, m
         (lambda a, b, n: F.mse_loss(a, b, reduction=reduction)),
         (lambda a, b, n: F.cross_entropy(a, n, reduction=reduction)),
         (lambda a, b, n: F.cross_entropy(a, n, reduction=reduction, label_smoothing=0.1)),
-        (lambda a, b, n: F.cross_entropy(a, b.softmax(-1) if isinstance(b, torch.Tensor) else b.softmax(2), reduction=reduction)),
+        (
+            lambda a, b, n: F.cross_entropy(
+                a, b.softmax(-1) if isinstance(b, torch.Tensor) else b.softmax(2), reduction=reduction
+            )
+        ),
     ]
     for case in cases:
         with monkeypatch.context() as patch:

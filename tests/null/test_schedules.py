@@ -627,6 +627,29 @@ def test_schedules_made_in_inference_mode_can_be_saved_for_backward():
     assert not any(x.is_inference() for x in schedule.tensors() if x is not None)
 
 
+@pytest.mark.parametrize("axis", TileAxis)
+@pytest.mark.parametrize("kind", [kind for kind in ScheduleKind if kind is not ScheduleKind.LPT])
+def test_torch_compile_traces_the_building_and_nothing_is_kept(kind, axis):
+    torch._dynamo.reset()
+    layouts = []
+
+    def tiles(offsets, q_offsets):
+        layout = JaggedLayout(offsets, validate=False)
+        query = JaggedLayout(q_offsets, validate=False)
+        layouts.append(layout)
+        common = dict(heads=2, workers=3, axis=axis, block_q=2, block_kv=2, rows=20)
+        jagged = layout.schedule(kind, q_len=query, q_rows=9, right=0, **common)
+        return layout.schedule(kind, q_len=5, **common).tiles, jagged.tiles
+
+    arguments = offsets_of([3, 0, 8]), offsets_of([2, 1, 4])
+    eager = tiles(*arguments)
+    compiled = torch.compile(tiles, fullgraph=True, backend="eager")(*arguments)
+    for traced, expected in zip(compiled, eager, strict=True):  # with more room, as a trace knows no lengths
+        assert torch.equal(traced[: len(expected)], expected)
+        assert (traced[len(expected) :, Tile.SEQUENCE] == -1).all()
+    assert [layout._schedules.builds for layout in layouts] == [2, 0]
+
+
 # -- carried along -----------------------------------------------------------------------------------------------------
 
 

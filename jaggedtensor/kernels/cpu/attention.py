@@ -21,6 +21,7 @@ from torch import Tensor
 from jaggedtensor.kernels.cpu.memory import ask_for_huge_pages
 
 BLOCK = 1 << 18  # elements of the scores of one block, and of the gathered rows of one group: they stay in the cache
+GROUP = 1 << 18
 ALONE = 100_000  # multiply-adds per feature from which a sequence is worth calls of its own
 SPLIT = 128  # queries per block where blocks of queries see different keys
 LEAST = 32  # rows of queries per block, however many keys there are
@@ -49,28 +50,46 @@ class _Rows(NamedTuple):
     def take(self, x: Tensor, dtype: torch.dtype, repeat: bool = True) -> Tensor:
         """(H, g, rows, D) -> (H G, g n, D); of one sequence a view if dtype and g allow. `repeat=False` pads with 0."""
         if self.source is None:
-            return x.narrow(2, self.start, self.length).flatten(1, 2).to(dtype)
-        x = _gather(x, self.source)
-        if self.repeated is not None and not repeat:
-            x.masked_fill_(self.repeated[:, None, :, None], 0)
-        return x.view(x.shape[0] * self.count, -1, x.shape[4]).to(dtype)
+            x = x.narrow(-2, self.start, self.length)
+            x = x if x.dim() == 3 else x.flatten(1, 2)
+        else:
+            x = _gather(x, self.source)
+            if self.repeated is not None and not repeat:
+                x.masked_fill_(self.repeated[:, None, :, None], 0)
+            x = x.view(x.shape[0] * self.count, -1, x.shape[4])
+        return x if x.dtype == dtype else x.to(dtype)
 
     def put(self, y: Tensor, value: Tensor) -> None:
         """Writes value, (H G, g n, D) in any grouping of these axes, to y, (H, g, rows, D)."""
         if self.target is None:
-            y.narrow(2, self.start, self.length).copy_(value.view(y.shape[0], y.shape[1], self.length, -1))
+            y = y.narrow(-2, self.start, self.length)
+            if y.data_ptr() != value.data_ptr():  # not worked out in place, see `room`
+                y.copy_(value.view(y.shape))
         else:
-            value = value.view(y.shape[0], self.count, y.shape[1], self.length, -1).permute(1, 3, 0, 2, 4)
-            y.permute(2, 0, 1, 3).index_copy_(0, self.target.flatten(), value.to(y.dtype).contiguous().flatten(0, 1))
+            group = 1 if y.dim() == 3 else y.shape[1]
+            value = value.view(y.shape[0], self.count, group, self.length, -1).permute(1, 3, 0, 2, 4)
+            value = value.to(y.dtype).contiguous().view(-1, y.shape[0] * group * y.shape[-1])
+            rows = y.movedim(-2, 0).flatten(1)  # a view: results are contiguous
+            rows.index_copy_(0, self.target.flatten(), value)
 
     def add(self, y: Tensor, value: Tensor) -> None:
         """Adds value, (H N, g n, D), summed over N, to rows of y that all sequences share."""
-        value = value.view(y.shape[0], -1, y.shape[1], self.length, y.shape[3])
-        y.narrow(2, self.start, self.length).add_(value.sum(1))
+        y = y.narrow(-2, self.start, self.length)
+        value = value.view(y.shape[0], -1, *y.shape[1:])
+        y.add_(value[:, 0] if value.shape[1] == 1 else value.sum(1))
+
+    def room(self, y: Tensor, dtype: torch.dtype, several: bool) -> Tensor:
+        """Where to work out rows of y, (H G, n, D): the rows themselves if possible. Zeros for a sum of several parts."""
+        if self.target is None and y.dtype == dtype:
+            room = y.narrow(-2, self.start, self.length)
+        else:
+            room = torch.empty(y.shape[0] * self.count, self.length, y.shape[-1], dtype=dtype)
+        return room.zero_() if several else room
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:
     """x (H, g, rows, D) at rows (G, n) -> (H, G, g, n, D): one copy of features that lie together, for any strides."""
+    x = x if x.dim() == 4 else x[:, None]
     heads, group, length, features = x.shape
     unit = math.gcd(*x.stride()[:3]) or 1
     head_step, group_step, row_step, _ = (step // unit for step in x.stride())
@@ -142,25 +161,27 @@ class _Batch:
             self.query_lengths = self.query_lengths - blind
             self.result_starts, self.query_starts = self.result_starts + blind, self.query_starts + blind
         self.live = (self.query_lengths > 0) & (self.key_lengths > 0)
+        self._last = None, None, None  # what `queries` took
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """(.., Hq, D) -> (H, g, rows, D); a copy where the last dimension is not contiguous."""
+        """(.., Hq, D) -> (H, g, rows, D), g left out if it is 1; a copy where the last dimension is not contiguous."""
         x = x if x.stride(-1) == 1 else x.contiguous()
-        return x.flatten(0, -3).unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3)
+        return _split(x.flatten(0, -3), self.heads)
 
     def new_results(self, features: int, dtype: torch.dtype, fill: float = 0.0) -> Tensor:
-        shape = (self.result_rows, self.heads, self.group, features)
-        return _new_rows(shape, dtype, self.num_queries, self.query_lengths[self.live], fill)
+        shape = (self.result_rows, self.heads * self.group, features)
+        return _split(_new_rows(shape, dtype, self.num_queries, self.query_lengths[self.live], fill), self.heads)
 
     def new_queries(self, like: Tensor) -> Tensor:
         if not self.shared:
-            return self.new_results(like.shape[3], like.dtype)
-        heads, group, rows, features = like.shape  # summed over the batch before it is rounded
-        return _new_rows((rows, heads, group, features), self.dtype, rows, self.query_lengths[:0])
+            return self.new_results(like.shape[-1], like.dtype)
+        # Summed over the batch before it is rounded.
+        shape = (like.shape[-2], self.heads * self.group, like.shape[-1])
+        return _split(torch.zeros(shape, dtype=self.dtype), self.heads)
 
     def new_keys(self, like: Tensor) -> Tensor:
-        heads, _, rows, features = like.shape
-        return _new_rows((rows, heads, 1, features), like.dtype, self.num_keys, self.key_lengths[self.live])
+        shape = (like.shape[1], self.heads, like.shape[2])
+        return _split(_new_rows(shape, like.dtype, self.num_keys, self.key_lengths[self.live]), self.heads)
 
     def groups(self) -> Iterator[_Group]:
         work = self.key_lengths * self.heads * (self.query_lengths * self.group + self.features)
@@ -176,7 +197,7 @@ class _Batch:
         for run in rest[order].split(shape.unique_consecutive(return_counts=True)[1].tolist()):
             M, L = int(self.query_lengths[run].max()) * self.group, int(self.key_lengths[run].max())
             size = self.heads * max(L * M, L * self.features, M * self.features)
-            for sequences in run.split(max(1, BLOCK // size)):
+            for sequences in run.split(max(1, GROUP // size)):
                 yield self._many(sequences)
 
     def _one(self, query_start: int, result_start: int, key_start: int, m: int, L: int) -> Iterator[_Group]:
@@ -211,19 +232,23 @@ class _Batch:
 
     def queries(self, q: Tensor, group: _Group, rows: _Rows) -> Tensor:
         """(H N, M, D), scaled. A shared query is copied for each sequence where one product for all would not pay."""
-        q = rows.take(q, self.dtype) * self.scale
+        if self.shared and self._last[:2] == (rows, group.heads):
+            q = self._last[2]
+        else:
+            q = rows.take(q, self.dtype) * self.scale
+            self._last = rows, group.heads, q
         if self.shared and group.keys.count > 1 and not _keys_lead(q):
             q = q[:, None].expand(-1, group.keys.count, -1, -1).flatten(0, 1)
         return q
 
     def probabilities(self, q: Tensor, k: Tensor, group: _Group, block: _Block) -> tuple[Tensor, Tensor]:
-        """q (H N, M, D) and k (H G, L, D) -> scores and their softmax over the visible keys, (H G, M, L) both."""
-        s = _product(q, _fold(k, q).mT)  # (H N, M, L G / N)
-        if len(q) < len(k):
-            s = s.mT.view(len(k), -1, q.shape[1]).mT
+        """q (H N, M, D) and k (H G, L, D) -> scores and their softmax over the visible keys, (H G, L, M) both."""
+        s = _product(_fold(k, q), q)  # (H N, L G / N, M)
+        if q.shape[0] < k.shape[0]:
+            s = s.view(k.shape[0], -1, q.shape[1])
         if self.left >= 0 or self.right >= 0 or group.keys.repeated is not None:
-            self._hide(s.unflatten(0, (-1, group.keys.count)).unflatten(2, (self.group, -1)), group, block)
-        return s, torch.softmax(s.mT, 1).mT if _keys_lead(s) else torch.softmax(s, 2)
+            self._hide(s.mT.unflatten(0, (-1, group.keys.count)).unflatten(2, (self.group, -1)), group, block)
+        return s, torch.softmax(s, 1) if _keys_lead(q) else torch.softmax(s.mT, 2).mT
 
     def _hide(self, s: Tensor, group: _Group, block: _Block) -> None:
         """Sets scores, (H, G, g, m, L), of padding and of keys outside the window to -inf; touches only the edges."""
@@ -243,44 +268,28 @@ class _Batch:
             s[..., :edge].masked_fill_(key[:edge] < first, -torch.inf)
 
 
-def _keys_lead(s: Tensor) -> bool:
+def _keys_lead(q: Tensor) -> bool:
     """Whether scores lie in memory as (L, M): faster products, but torch's reductions then want M in full vectors."""
-    return s.shape[-2] % 32 == 0
+    return q.shape[1] % 32 == 0
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a (.., M, D) times b (.., D, L), laid out as scores are."""
-    return torch.bmm(b.mT, a.mT).mT if _keys_lead(a) else torch.bmm(a, b)
+def _product(k: Tensor, q: Tensor) -> Tensor:
+    """(.., L, D), (.., M, D) -> (.., L, M)"""
+    return torch.bmm(k, q.mT) if _keys_lead(q) else torch.bmm(q, k.mT).mT
 
 
 def _fold(k: Tensor, q: Tensor) -> Tensor:
     """(H G, L, D) -> (H N, L G / N, D): what meets one set of queries, as one matrix."""
-    return k if len(k) == len(q) else k.view(len(q), -1, k.shape[2])
+    return k if k.shape[0] == q.shape[0] else k.view(q.shape[0], -1, k.shape[2])
 
 
-def _gradients(
-    p: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, (H N, M, D) unscaled, of k, (H N, L G / N, D), and of v, (H G, L, E), from p, (H G, M, L)."""
-    dv = torch.bmm(p.mT, grad_out) if needs[2] else None
-    if not (needs[0] or needs[1]):
-        return None, None, dv
-    ds = _product(grad_out, v.mT).mul_(p)
-    delta = ds.sum(2, keepdim=True)
+def _score_gradients(p: Tensor, v: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """p (H G, L, M), v (H G, L, E), grad_out (H G, M, E), grad_lse (H G, M, 1) -> (H G, L, M)"""
+    ds = _product(v, grad_out).mul_(p)
+    delta = ds.sum(1, keepdim=True)
     if grad_lse is not None:
-        delta -= grad_lse
-    ds = ds.addcmul_(p, delta, value=-1).mT
-    if len(q) < len(k):
-        ds = ds.view(len(q), -1, q.shape[1])  # (H N, L G / N, M)
-    dq = torch.bmm(ds.mT, _fold(k, q)) if needs[0] else None
-    dk = torch.bmm(ds, q) if needs[1] else None
-    return dq, dk, dv
+        delta -= grad_lse.mT
+    return ds.addcmul_(p, delta, value=-1)
 
 
 def forward(
@@ -306,7 +315,7 @@ def forward(
     batch = _Batch(q, k, v, q_offsets, k_offsets, scale, left, right)
     shape = (len(k_offsets) - 1,) * batch.shared + q.shape[:-1]
     q, k, v = batch.split_heads(q), batch.split_heads(k), batch.split_heads(v)
-    out, lse = batch.new_results(v.shape[3], q.dtype), batch.new_results(1, batch.dtype, -torch.inf)
+    out, lse = batch.new_results(v.shape[-1], q.dtype), batch.new_results(1, batch.dtype, -torch.inf)
     for group in batch.groups():
         q_, k_, v_, out_, lse_ = _of_heads(group.heads, q, k, v, out, lse)
         keys, values = group.keys.take(k_, batch.dtype), group.keys.take(v_, batch.dtype)
@@ -314,9 +323,9 @@ def forward(
             queries = batch.queries(q_, group, group.queries.part(block.queries))
             s, p = batch.probabilities(queries, _part(keys, block), group, block)
             results = group.results.part(block.queries)
-            results.put(out_, torch.bmm(p, _part(values, block)))
-            results.put(lse_, s.amax(2) - p.amax(2).log_())
-    out = _finished(out, batch.result_rows, batch.num_queries).view(*shape, v.shape[3])
+            results.put(out_, torch.bmm(p.mT, _part(values, block)))
+            results.put(lse_, s.amax(1) - p.amax(1).log_())
+    out = _finished(out, batch.result_rows, batch.num_queries).view(*shape, v.shape[-1])
     lse = _finished(lse, batch.result_rows, batch.num_queries, -torch.inf).view(shape)
     return out, lse if batch.jagged else lse.transpose(1, 2).contiguous()
 
@@ -352,22 +361,28 @@ def backward(
     for group in batch.groups():
         q_, k_, v_, go_, gl_, dq_, dk_, dv_ = _of_heads(group.heads, q, k, v, grad_out, grad_lse, dq, dk, dv)
         keys, values = group.keys.take(k_, batch.dtype), group.keys.take(v_, batch.dtype)
-        dkeys = dvalues = None
+        several = group.blocks[0].keys is not None
+        dkeys, dvalues = (x if x is None else group.keys.room(x, batch.dtype, several) for x in (dk_, dv_))
         for block in group.blocks:
             rows, results = group.queries.part(block.queries), group.results.part(block.queries)
             queries, seen = batch.queries(q_, group, rows), _part(keys, block)
             _, p = batch.probabilities(queries, seen, group, block)
             go = results.take(go_, batch.dtype, repeat=False)
+            if dvalues is not None:
+                _accumulate(dvalues, block, p, go)
+            if dq_ is None and dkeys is None:
+                continue
             gl = None if gl_ is None else results.take(gl_, batch.dtype, repeat=False)
-            (*parts,) = _gradients(p, queries, seen, _part(values, block), go, gl, needs)
+            ds = _fold(_score_gradients(p, _part(values, block), go, gl), queries)  # (H N, L G / N, M)
+            if dkeys is not None:
+                _accumulate(_fold(dkeys, queries), block, ds, queries)
             if dq_ is not None:
-                (rows.add if batch.shared else rows.put)(dq_, parts[0].mul_(scale))
-            dkeys, dvalues = _sum(dkeys, parts[1], block, keys), _sum(dvalues, parts[2], block, values)
-        if dk_ is not None:
-            group.keys.put(dk_, dkeys)
-        if dv_ is not None:
-            group.keys.put(dv_, dvalues)
-    ends = q.shape[2] if batch.shared else batch.num_queries, batch.num_keys, batch.num_keys
+                dqueries = torch.bmm(ds.mT, _fold(seen, queries)).mul_(scale)
+                (rows.add if batch.shared else rows.put)(dq_, dqueries)
+        for y, total in ((dk_, dkeys), (dv_, dvalues)):
+            if y is not None:
+                group.keys.put(y, total)
+    ends = q.shape[-2] if batch.shared else batch.num_queries, batch.num_keys, batch.num_keys
     return tuple(
         None if y is None else _finished(y, x.flatten(0, -3).shape[0], end).to(x.dtype).view(x.shape)
         for y, x, end in zip((dq, dk, dv), inputs, ends, strict=True)
@@ -382,13 +397,12 @@ def _part(keys: Tensor, block: _Block) -> Tensor:
     return keys if block.keys is None else keys[:, block.keys]
 
 
-def _sum(total: Tensor | None, part: Tensor | None, block: _Block, like: Tensor) -> Tensor | None:
-    """Adds the gradient of what a block sees to that of its group, like (H G, L, D)."""
-    if part is None or (total is None and part.numel() == like.numel()):
-        return part
-    total = torch.zeros(like.shape, dtype=like.dtype) if total is None else total
-    _part(total, block).add_(part)
-    return total
+def _accumulate(total: Tensor, block: _Block, a: Tensor, b: Tensor) -> None:
+    """total (.., L, D), of all keys, and the product of a (.., L, M) and b (.., M, D), of those that a block sees."""
+    if block.keys is None:
+        torch.bmm(a, b, out=total)
+    else:
+        _part(total, block).baddbmm_(a, b)
 
 
 def _checked(offsets: Tensor, rows: int, name: str) -> Tensor:
@@ -406,14 +420,20 @@ def _bucket(lengths: Tensor) -> Tensor:
     return (lengths + step - 1) // step * step
 
 
+def _split(x: Tensor, heads: int) -> Tensor:
+    """(rows, Hq, D) -> (H, g, rows, D), with g left out if it is 1."""
+    return x.transpose(0, 1) if x.shape[1] == heads else x.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+
+
 def _new_rows(shape: tuple[int, ...], dtype: torch.dtype, total: int, written: Tensor, fill: float = 0.0) -> Tensor:
-    """Uninitialised (H, g, rows, D), with a spare row after `total` for padding; filled if not every row is written."""
+    """Uninitialised rows, and a spare one after `total` for padding; filled if not every row will be written."""
     rows, *features = shape
     y = ask_for_huge_pages(torch.empty(max(rows, total + 1), *features, dtype=dtype))
-    return (y if int(written.sum()) == total else y.fill_(fill)).permute(1, 2, 0, 3)
+    return y if int(written.sum()) == total else y.fill_(fill)
 
 
 def _finished(y: Tensor, rows: int, total: int, fill: float = 0.0) -> Tensor:
     """(H, g, rows, D) -> (rows, Hq, D), with all rows after the last token filled."""
-    y[:, :, total:] = fill
-    return y.permute(2, 0, 1, 3)[:rows].flatten(1, 2)
+    y = y.movedim(-2, 0)
+    y[total:] = fill
+    return y[:rows].flatten(1, -2)

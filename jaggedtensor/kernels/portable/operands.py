@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 from jaggedtensor.kernels.shared.rows import Operand
-from jaggedtensor.problem import AttentionArgs
+from jaggedtensor.problem import AttentionArgs, AttentionProblem
 
 
 def columns_together(x: Tensor) -> Tensor:
     """The same with a contiguous last dimension: a copy where it is not (a transposed or expanded tensor)."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def are_aligned(problem: AttentionProblem, *tensors: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes though Triton cannot tell: it takes a stride that is not a
+    multiple of 16 elements, as of head dimension 72, for a multiple of 1, and would load such rows by elements."""
+    dims, unit = (problem.head_dim, problem.value_dim), 16 // problem.dtype.itemsize
+    if not any(dim % 16 for dim in dims) or any(dim % unit for dim in dims):
+        return False
+    return all(not x.data_ptr() % 16 and not any(step % unit for step in x.stride()[:-1]) for x in tensors)
 
 
 def of_keys(x: Tensor) -> Operand:

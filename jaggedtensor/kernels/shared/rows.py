@@ -61,17 +61,23 @@ def query_span(block, count, C: tl.constexpr):
 
 
 @triton.jit
-def query_places(operand, sequence, rows):
-    """[M] pointers to column 0."""
+def query_places(operand, sequence, rows, ALIGNED: tl.constexpr = False):
+    """[M] pointers to column 0, known to be multiples of 16 bytes if ALIGNED."""
     base = operand.pointer + sequence.number.to(tl.int64) * operand.batch + sequence.start * operand.row
-    return base + rows.i.to(tl.int64) * operand.row + rows.head.to(tl.int64) * operand.head
+    places = base + rows.i.to(tl.int64) * operand.row + rows.head.to(tl.int64) * operand.head
+    if ALIGNED:
+        places = tl.multiple_of(places, 16)
+    return places
 
 
 @triton.jit
-def key_places(operand, sequence, head, j):
-    """[N] pointers to column 0 of keys j of one head."""
+def key_places(operand, sequence, head, j, ALIGNED: tl.constexpr):
+    """[N] pointers to column 0 of keys j of one head, known to be multiples of 16 bytes if ALIGNED."""
     base = operand.pointer + sequence.start * operand.row + head.to(tl.int64) * operand.head
-    return base + j.to(tl.int64) * operand.row
+    places = base + j.to(tl.int64) * operand.row
+    if ALIGNED:
+        places = tl.multiple_of(places, 16)
+    return places
 
 
 @triton.jit

@@ -51,8 +51,8 @@ def delta_kernel(
     number, i = row // inner, row % inner
     rows = QueryRows(i, head, inside)
     sequence = Sequence(number, 0, inner)
-    o = load_rows(query_places(out, sequence, rows), inside, C.value_dim, C.block_dv, True)
-    do = load_rows(query_places(grad_out, sequence, rows), inside, C.value_dim, C.block_dv, True)
+    o = load_rows(query_places(out, sequence, rows, C.aligned), inside, C.value_dim, C.block_dv, True)
+    do = load_rows(query_places(grad_out, sequence, rows, C.aligned), inside, C.value_dim, C.block_dv, True)
     result = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse is not None:
         result -= tl.load(query_places(grad_lse, sequence, rows), mask=inside, other=0.0)
@@ -103,8 +103,8 @@ def keys_kernel(
     keys = sequence_at(offsets[1], tile.sequence, 0)
     j = tile.kv_begin * C.block_n + tl.arange(0, C.block_n)
     here = j < keys.count
-    k_tile = load_rows(key_places(k, keys, tile.head, j), here, C.head_dim, C.block_d, True)  # [N, D]
-    v_tile = load_rows(key_places(v, keys, tile.head, j), here, C.value_dim, C.block_dv, True)  # [N, Dv]
+    k_tile = load_rows(key_places(k, keys, tile.head, j, C.aligned), here, C.head_dim, C.block_d, True)  # [N, D]
+    v_tile = load_rows(key_places(v, keys, tile.head, j, C.aligned), here, C.value_dim, C.block_dv, True)  # [N, Dv]
     dk_tile = tl.zeros([N, D], tl.float32)
     dv_tile = tl.zeros([N, DV], tl.float32)
 
@@ -130,9 +130,9 @@ def keys_kernel(
             dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, tile.q_end, edge, scales[0], C, False
         )
     if dk is not None:
-        store_rows(key_places(dk, keys, tile.head, j), dk_tile * scales[1], here, C.head_dim, C.block_d)
+        store_rows(key_places(dk, keys, tile.head, j, C.aligned), dk_tile * scales[1], here, C.head_dim, C.block_d)
     if dv is not None:
-        store_rows(key_places(dv, keys, tile.head, j), dv_tile, here, C.value_dim, C.block_dv)
+        store_rows(key_places(dv, keys, tile.head, j, C.aligned), dv_tile, here, C.value_dim, C.block_dv)
 
 
 @triton.jit
@@ -144,8 +144,12 @@ def walk_queries(
     lse, delta = load_statistics(source[2], source[3], query_rows(begin, head, source[3].count, C))
     for block in range(begin, end):
         rows = query_rows(block, head, source[3].count, C)
-        q_tile = load_rows(query_places(source[0], source[3], rows), rows.inside, C.head_dim, C.block_d, True)
-        do_tile = load_rows(query_places(source[1], source[3], rows), rows.inside, C.value_dim, C.block_dv, True)
+        q_tile = load_rows(
+            query_places(source[0], source[3], rows, C.aligned), rows.inside, C.head_dim, C.block_d, True
+        )
+        do_tile = load_rows(
+            query_places(source[1], source[3], rows, C.aligned), rows.inside, C.value_dim, C.block_dv, True
+        )
         score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
         # Asked for a turn ahead: these loads feed no product, so Triton does not pipeline them by itself.
         next_lse, next_delta = load_statistics(source[2], source[3], query_rows(block + 1, head, source[3].count, C))
@@ -190,7 +194,7 @@ def queries_kernel(
             dq_tile, q, k, v, grad_out, statistics, tile.sequence, tile.q_begin, tile.head, tile.kv_begin, tile.kv_end,
             offsets, q_len, scales[0], window, C,
         )  # fmt: skip
-        store_rows(query_places(dq, queries, rows), dq_tile * scales[1], rows.inside, C.head_dim, C.block_d)
+        store_rows(query_places(dq, queries, rows, C.aligned), dq_tile * scales[1], rows.inside, C.head_dim, C.block_d)
     else:
         for t in range(tl.load(schedule[1] + worker), tl.load(schedule[1] + worker + 1)):
             tile = load_tile(schedule[0], t)
@@ -211,8 +215,10 @@ def walk_keys(
     queries = sequence_at(offsets[0], sequence, q_len)
     keys = sequence_at(offsets[1], sequence, 0)
     rows = query_rows(block, head, queries.count, C)
-    q_tile = load_rows(query_places(q, queries, rows), rows.inside, C.head_dim, C.block_d, True)  # [M, D]
-    do_tile = load_rows(query_places(grad_out, queries, rows), rows.inside, C.value_dim, C.block_dv, True)  # [M, Dv]
+    q_tile = load_rows(query_places(q, queries, rows, C.aligned), rows.inside, C.head_dim, C.block_d, True)  # [M, D]
+    do_tile = load_rows(
+        query_places(grad_out, queries, rows, C.aligned), rows.inside, C.value_dim, C.block_dv, True
+    )  # [M, Dv]
     lse, delta = load_statistics(statistics, queries, rows)
     shift = keys.count - queries.count
     edge = (rows.i, shift, window)
@@ -232,8 +238,8 @@ def add_keys(dq_tile, fixed, k, v, keys, head, begin, end, edge, scale_log2, C: 
     for block in range(begin, end):
         j = block * C.block_n + tl.arange(0, C.block_n)
         here = j < keys.count
-        k_tile = load_rows(key_places(k, keys, head, j), here, C.head_dim, C.block_d, MASK)  # [N, D]
-        v_tile = load_rows(key_places(v, keys, head, j), here, C.value_dim, C.block_dv, MASK)  # [N, Dv]
+        k_tile = load_rows(key_places(k, keys, head, j, C.aligned), here, C.head_dim, C.block_d, MASK)  # [N, D]
+        v_tile = load_rows(key_places(v, keys, head, j, C.aligned), here, C.value_dim, C.block_dv, MASK)  # [N, Dv]
         score = product(fixed[0], k_tile.T, tl.zeros([M, N], tl.float32), C)  # [M, N]
         p = probabilities(score, fixed[2][:, None], scale_log2, C)
         if MASK:
@@ -272,19 +278,23 @@ def broadcast_kernel(
     worker = tl.program_id(0)
     head = worker // C.workers
     rows = query_rows(0, head, q_len, C)
-    q_tile = load_rows(query_places(q, Sequence(worker * 0, 0, q_len), rows), rows.inside, C.head_dim, C.block_d, True)
+    q_tile = load_rows(
+        query_places(q, Sequence(worker * 0, 0, q_len), rows, C.aligned), rows.inside, C.head_dim, C.block_d, True
+    )
     dq_tile = tl.zeros([M, D], tl.float32)
     for t in range(tl.load(schedule[1] + worker), tl.load(schedule[1] + worker + 1)):
         tile = load_tile(schedule[0], t)
         queries = sequence_at(None, tile.sequence, q_len)
         keys = sequence_at(k_offsets, tile.sequence, 0)
-        do_tile = load_rows(query_places(grad_out, queries, rows), rows.inside, C.value_dim, C.block_dv, True)
+        do_tile = load_rows(
+            query_places(grad_out, queries, rows, C.aligned), rows.inside, C.value_dim, C.block_dv, True
+        )
         lse, delta = load_statistics(statistics, queries, rows)
         for block in range(tile.kv_begin, tile.kv_end):
             j = block * C.block_n + tl.arange(0, C.block_n)
             here = j < keys.count
-            k_tile = load_rows(key_places(k, keys, head, j), here, C.head_dim, C.block_d, True)  # [N, D]
-            v_tile = load_rows(key_places(v, keys, head, j), here, C.value_dim, C.block_dv, True)  # [N, Dv]
+            k_tile = load_rows(key_places(k, keys, head, j, C.aligned), here, C.head_dim, C.block_d, True)  # [N, D]
+            v_tile = load_rows(key_places(v, keys, head, j, C.aligned), here, C.value_dim, C.block_dv, True)  # [N, Dv]
             score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
             p = probabilities(score, lse[:, None], scales[0], C)  # [M, N]: statistics of rows take few registers
             if C.left or C.right:
@@ -293,12 +303,12 @@ def broadcast_kernel(
                 p = tl.where(here[None, :], p, 0.0)
             if dv is not None:
                 dv_tile = product(p.to(do_tile.dtype).T, do_tile, tl.zeros([N, DV], tl.float32), C)
-                store_rows(key_places(dv, keys, head, j), dv_tile, here, C.value_dim, C.block_dv)
+                store_rows(key_places(dv, keys, head, j, C.aligned), dv_tile, here, C.value_dim, C.block_dv)
             dp = product(do_tile, v_tile.T, tl.zeros([M, N], tl.float32), C)
             ds = (p * (dp - delta[:, None])).to(q_tile.dtype)
             if dk is not None:
                 dk_tile = product(ds.T, q_tile, tl.zeros([N, D], tl.float32), C)
-                store_rows(key_places(dk, keys, head, j), dk_tile * scales[1], here, C.head_dim, C.block_d)
+                store_rows(key_places(dk, keys, head, j, C.aligned), dk_tile * scales[1], here, C.head_dim, C.block_d)
             if dq is not None:
                 dq_tile = product(ds, k_tile, dq_tile, C)
     if dq is not None:

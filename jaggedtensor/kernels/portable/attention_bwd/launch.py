@@ -17,7 +17,14 @@ from jaggedtensor.kernels.portable.attention_bwd.device import (
     keys_kernel,
     queries_kernel,
 )
-from jaggedtensor.kernels.portable.operands import columns_together, device_of, of_keys, of_queries, of_statistics
+from jaggedtensor.kernels.portable.operands import (
+    are_aligned,
+    columns_together,
+    device_of,
+    of_keys,
+    of_queries,
+    of_statistics,
+)
 from jaggedtensor.kernels.portable.tiling import Tiling
 from jaggedtensor.kernels.shared.rows import Operand
 from jaggedtensor.problem import AttentionArgs, AttentionProblem, QueryKind
@@ -26,9 +33,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @functools.lru_cache(maxsize=512)
-def config_of(problem: AttentionProblem, flip: bool) -> Config:
+def config_of(problem: AttentionProblem, flip: bool, aligned: bool) -> Config:
     config = select(problem)
-    return Config(*(t and replace(t, flip=flip) for t in (config.keys, config.queries, config.broadcast)))
+    every = (config.keys, config.queries, config.broadcast)
+    return Config(*(t and replace(t, flip=flip, aligned=aligned) for t in every))
 
 
 def backward(
@@ -41,11 +49,12 @@ def backward(
 ) -> Gradients:
     """The gradients in `needs`; what is not needed is not computed."""
     problem = args.problem
-    config = config_of(problem, args.scale < 0)
     q, k, v, grad_out = (columns_together(x) for x in (args.q, args.k, args.v, grad_out))
+    aligned = are_aligned(problem, q, k, v, grad_out)
+    config = config_of(problem, args.scale < 0, aligned)
     dk, dv = (_new_like(x, args) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
     with device_of(args):
-        statistics = _statistics(args, grad_out, grad_lse, out, lse)
+        statistics = _statistics(args, grad_out, grad_lse, out, lse, aligned)
         common = (of_queries(q), of_keys(k), of_keys(v), of_queries(grad_out), statistics)
         scales = (abs(args.scale) * math.log2(math.e), args.scale)
         window = (problem.left, problem.right)
@@ -105,14 +114,14 @@ def _new_like(x: Tensor, args: AttentionArgs) -> Tensor:
 
 
 def _statistics(
-    args: AttentionArgs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    args: AttentionArgs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, aligned: bool
 ) -> tuple[Operand, Operand]:
     """(lse, delta)."""
     jagged = args.q_offsets is not None
     delta = torch.empty_like(lse)
     if delta.numel():
         total, inner = out.shape[:-2].numel(), out.shape[-3]
-        tiling = Tiling(block_m=64, block_n=16, num_warps=4, num_stages=1, value_dim=out.shape[-1])
+        tiling = Tiling(64, 16, num_warps=4, num_stages=1, value_dim=out.shape[-1], aligned=aligned)
         tiling = replace(tiling, block_dv=max(16, 1 << (out.shape[-1] - 1).bit_length()))
         delta_kernel[(-(-total // tiling.block_m), out.shape[-2])](
             of_queries(out),

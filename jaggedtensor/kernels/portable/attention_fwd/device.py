@@ -46,7 +46,7 @@ def forward_kernel(
     queries = sequence_at(offsets[0], tile.sequence, q_len)
     keys = sequence_at(offsets[1], tile.sequence, 0)
     rows = query_rows(tile.q_begin, tile.head, queries.count, C)
-    q_tile = load_rows(query_places(q, queries, rows), rows.inside, C.head_dim, C.block_d, True)  # [M, D]
+    q_tile = load_rows(query_places(q, queries, rows, C.aligned), rows.inside, C.head_dim, C.block_d, True)  # [M, D]
 
     peak = tl.full([M], float("-inf"), tl.float32)
     norm = tl.zeros([M], tl.float32)
@@ -87,7 +87,7 @@ def forward_kernel(
 
     some = norm > 0
     norm = tl.where(some, norm, 1.0)
-    store_rows(query_places(out, queries, rows), acc / norm[:, None], rows.inside, C.value_dim, C.block_dv)
+    store_rows(query_places(out, queries, rows, C.aligned), acc / norm[:, None], rows.inside, C.value_dim, C.block_dv)
     natural = (peak * scale_log2 + tl.log2(norm)) * 0.6931471805599453
     tl.store(query_places(lse, queries, rows), tl.where(some, natural, float("-inf")), mask=rows.inside)
 
@@ -118,7 +118,7 @@ def attend(
             block = tl.load(listed + n)
         j = block * C.block_n + tl.arange(0, C.block_n)
         here = j < keys.count
-        k_tile = load_rows(key_places(k, keys, head, j), here, C.head_dim, C.block_d, MASK)  # [N, D]
+        k_tile = load_rows(key_places(k, keys, head, j, C.aligned), here, C.head_dim, C.block_d, MASK)  # [N, D]
         score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
         if C.flip:
             score = -score
@@ -136,7 +136,7 @@ def attend(
             p = tl.where(seen, p, 0.0)
         fade = tl.where(peak == float("-inf"), 0.0, tl.exp2((peak - base) * scale_log2))
         norm = norm * fade + tl.sum(p, 1)
-        v_tile = load_rows(key_places(v, keys, head, j), here, C.value_dim, C.block_dv, MASK)  # [N, Dv]
+        v_tile = load_rows(key_places(v, keys, head, j, C.aligned), here, C.value_dim, C.block_dv, MASK)  # [N, Dv]
         acc = product(p.to(v_tile.dtype), v_tile, acc * fade[:, None], C)
         peak = higher
     return peak, norm, acc

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from jaggedtensor.kernels.portable.attention_fwd.config import select
 from jaggedtensor.kernels.portable.attention_fwd.device import fill_kernel, forward_kernel
-from jaggedtensor.kernels.portable.operands import columns_together, device_of, of_keys, of_queries, of_statistics
+from jaggedtensor.kernels.portable.operands import (
+    are_aligned,
+    columns_together,
+    device_of,
+    of_keys,
+    of_queries,
+    of_statistics,
+)
 from jaggedtensor.kernels.portable.tiling import Tiling
 from jaggedtensor.kernels.portable.variants import launch
 from jaggedtensor.problem import AttentionArgs, AttentionProblem
@@ -21,19 +28,20 @@ SMALL = 1 << 22  # elements that are filled in less time than a launch takes
 
 
 @functools.lru_cache(maxsize=512)
-def tiling_of(problem: AttentionProblem, flip: bool) -> Tiling:
-    return replace(select(problem), flip=flip)
+def tiling_of(problem: AttentionProblem, flip: bool, aligned: bool) -> Tiling:
+    return replace(select(problem), flip=flip, aligned=aligned)
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out and lse; rows without a visible key are filled here (0 and -inf), the others by the kernel."""
     problem, (tiles,) = args.problem, args.schedule
-    tiling = tiling_of(problem, args.scale < 0)
     q, k, v = columns_together(args.q), columns_together(args.k), columns_together(args.v)
+    tiling = tiling_of(problem, args.scale < 0, are_aligned(problem, q, k, v))
     jagged = args.q_offsets is not None
     # Without windows only empty sequences see nothing: then writing all rows twice is worth a launch to avoid.
-    by_kernel = not jagged and not problem.windowed and math.prod(args.out_shape) > SMALL
-    if not by_kernel:
+    few_blind = not jagged and not problem.windowed
+    by_kernel = few_blind and not args.complete and math.prod(args.out_shape) > SMALL
+    if not by_kernel and not (few_blind and args.complete):
         out = q.new_zeros(args.out_shape)
         lse = q.new_full(args.lse_shape, -math.inf, dtype=torch.float32)
     else:
