@@ -1,13 +1,13 @@
 """Attention in float64 with a bound on the error of every single element, on any device, one sequence after the other.
 
 The bounds follow from how a kernel computes, by a running error analysis (Higham, "Accuracy and Stability of Numerical
-Algorithms", 2002, chapter 3): products and sums in fp32, P and dS rounded to the dtype of the inputs before they enter a
-product, P in backward from a stored lse. With e the epsilon of fp32, u that of the dtype and |.| taken of every factor:
+Algorithms", 2002, chapter 3): products and sums in fp32; P and dS rounded to the dtype of the inputs before they enter
+a product; P of backward from a stored lse. With e the epsilon of fp32, u that of the dtype, and |.| of every factor:
 
     P    relative error r = e (4 + 2 |scale| |q||k| + 2 |lse|), and u for its rounding
     out  P (r + u) |v|                        lse  the largest r of its row
     dS   P (|dP - delta| (r + u) + 4 e |dP| + (u + 4 e) |delta|),   delta from an out that is rounded already
-    dv   (P (r + u))^T |dO|       dk  |scale| dS^T |q|       dq  |scale| dS |k|      and u for the rounding of each result
+    dv   (P (r + u))^T |dO|       dk  |scale| dS^T |q|       dq  |scale| dS |k|       and u of each result
 
 So a result near 0 must be as near to it as the terms that cancel there allow, and not as the largest result would.
 """
@@ -27,7 +27,7 @@ from jaggedtensor.ops.reference import visible_keys
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase, AttentionResult
 
-_SMALLEST = {torch.float16: 2.0**-24}  # step of numbers near 0, where it matters: bf16 and fp32 reach down to 1e-38
+_LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 1e-35, torch.float32: 1e-35}  # what underflows, with room
 
 
 class Bounded(NamedTuple):
@@ -53,7 +53,7 @@ def bounded_attention(
     Returns "out" `[Lq, Hq, Dv]`, "lse" `[Lq, Hq]`, "dq", "dk" and "dv". Gradients of rows that see nothing are ignored.
     """
     dtype, group = q.dtype, q.shape[1] // max(k.shape[1], 1)
-    u, e, least = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, _SMALLEST.get(dtype, 0.0)
+    u, e, least = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, _LEAST[dtype]
     visible = visible_keys(q.shape[0], k.shape[0], left, right, q.device)
     seen = visible.any(1)
     columns: dict[str, list[Bounded]] = {name: [] for name in AttentionResult._fields}

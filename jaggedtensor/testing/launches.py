@@ -124,7 +124,7 @@ def launches_of(
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a launch. `registers` of a thread and `stack` (bytes of local memory) are None for AMD."""
+    """What the compiler made of a launch. Registers and stack (bytes of local memory) of a thread are None for AMD."""
 
     launch: Launch
     shared: int  # bytes of a block
