@@ -83,7 +83,7 @@ def weighed() -> None:
 
 
 def milliseconds(layout: JaggedLayout, schedule: TileSchedule, repeat: int) -> tuple[float, float]:
-    """Median time by the clock, and median time that the thread had a core: a busy machine takes only the first away."""
+    """Median time by the clock, and median time that the thread had a core, which a busy machine does not lengthen."""
     clock, core = [], []
     for _ in range(repeat):
         begin = time.perf_counter(), time.thread_time()

@@ -56,18 +56,15 @@ def read_log(path: Path) -> list[list[str]]:
     return list(histories.values())
 
 
-def invent_histories(users: int, seed: int, genres: int = 24, size: int = 25) -> list[list[str]]:
-    """Each user follows three genres at once, each in its order: the next item hangs on more than the last."""
+def invent_histories(users: int, seed: int, genres: int = 16, size: int = 25) -> list[list[str]]:
+    """Each user has three genres and takes their famous items more often. The last item tells of one genre only."""
     rng = random.Random(seed)
+    fame = [1 / (1 + rank) for rank in range(size)]
     histories = []
     for _ in range(users):
-        places = {genre: rng.randrange(size) for genre in rng.sample(range(genres), 3)}
-        history = []
-        for _ in range(min(200, 4 + int(rng.lognormvariate(2.8, 0.8)))):
-            genre = rng.choice(list(places))
-            places[genre] = (places[genre] + rng.choice((1, 1, 1, 2))) % size
-            history.append(f"{genre}/{places[genre]}")
-        histories.append(history)
+        mine = rng.sample(range(genres), 3)
+        length = min(200, 4 + int(rng.lognormvariate(3.0, 0.8)))
+        histories.append([f"{rng.choice(mine)}/{rng.choices(range(size), fame)[0]}" for _ in range(length)])
     return histories
 
 

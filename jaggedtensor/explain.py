@@ -80,6 +80,7 @@ def _read_parquet(path: Path, column: str | None) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> Plan:
+    """The command: parse, explain, print or plot."""
     parser = argparse.ArgumentParser(prog="python -m jaggedtensor.explain", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="lengths of the keys: .json, .npy or .parquet")
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> Plan:
 
 
 def plan_of_options(options: argparse.Namespace) -> Plan:
+    """The plan of a call that is described rather than made."""
     lengths = read_lengths(options.lengths, options.column)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     if options.heads < 1 or kv_heads < 1 or options.heads % kv_heads:

@@ -307,7 +307,7 @@ class JaggedLayout:
 
         >>> layout = JaggedLayout(torch.tensor([0, 300, 300, 400]))
         >>> layout.schedule(ScheduleKind.ZIGZAG, q_len=128, heads=4, workers=132)
-        TileSchedule(zigzag by query, 8 of at most 8 tiles of 128 x 128, heads=4, workers=132, device='cpu')
+        TileSchedule(zigzag by query, 8 of at most 12 tiles of 128 x 128, heads=4, workers=132, device='cpu')
 
         Built on the layout's device without the host waiting (but for `LPT`). A `with_capacity` layout, and any under
         `torch.compile`, builds anew at every call, so that a CUDA graph rebuilds at every replay.

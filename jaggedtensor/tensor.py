@@ -285,7 +285,9 @@ class JaggedTensor:
     def map_values(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """Any token-wise function `[rows, *feature]` -> `[rows, *other]` that torch dispatch does not know.
 
-        >>> jt.map_values(lambda x: torch.einsum("td,de->te", x, w))
+        >>> jt, w = JaggedTensor.from_list([torch.ones(3, 2), torch.ones(1, 2)]), torch.ones(2, 5)
+        >>> jt.map_values(lambda x: torch.einsum("td,de->te", x, w)).shape
+        (2, None, 5)
         """
         result = check_tensor(fn(self._tokens()), "the result of fn")
         if result.dim() == 0 or result.shape[0] != self._values.shape[0]:
@@ -731,7 +733,8 @@ class JaggedTensor:
         """Build ahead of time the schedules that `attend` on this batch will take. They stay with the layout, so that
         every layer uses them, and move along with `to` and from a DataLoader's worker.
 
-        >>> keys.prepare(q_len=128, num_heads=4, device="h200").cuda()  # built on the CPU, moved in one transfer
+        >>> keys = keys.prepare(q_len=128, num_heads=4, device="h200")
+        >>> keys.cuda()  # moved in one transfer  # doctest: +SKIP
 
         Without it the first `attend` does the same. Nothing is built for kernels that need no schedules, such as the
         CPU's.
@@ -754,7 +757,7 @@ class JaggedTensor:
 
         prepare(
             self,
-            q_len.layout if isinstance(q_len, JaggedTensor) else q_len,
+            q_len,
             num_heads,
             broadcast=broadcast,
             causal=causal,
@@ -780,7 +783,7 @@ class JaggedTensor:
         """What `attend` would do, without doing it: which kernels and why, how much of a padded batch, how well
         balanced, how much work and what bounds it. Print it, or `plot` it.
 
-        >>> keys.explain(query, device="h200")
+        >>> keys.explain(query, device="h200")  # doctest: +SKIP
         Plan for h200: 1,024 sequences, 2,067,608 tokens, longest 4,096
         ...
         >>> keys.explain(query, device="h200").plot("plan.png")

@@ -39,6 +39,7 @@ MACHINES = {
 
 
 def machine_of(name: str) -> Machine:
+    """The machine of a name."""
     if name not in MACHINES:
         fail("device", f"one of {', '.join(map(repr, MACHINES))}", repr(name))
     return MACHINES[name]
@@ -55,7 +56,7 @@ def _machine_here(device: torch.device) -> Machine | None:
 
 def prepare(
     keys: JaggedTensor,
-    q_len: int | JaggedLayout,
+    q_len: int | JaggedTensor | JaggedLayout,
     num_heads: int,
     *,
     broadcast: bool,
@@ -69,16 +70,23 @@ def prepare(
 ) -> None:
     """See `JaggedTensor.prepare`."""
     left, right = _window(causal, window)
-    query = q_len if isinstance(q_len, JaggedLayout) else None
-    problem = _problem(keys, q_len, num_heads, broadcast, left, right, dtype, value_dim, device)
-    choice = choose(problem, _backend(backend))
-    q_rows = 0 if query is None else query.capacity or query.num_tokens
-    choice.implementation.plan(problem, keys.layout, query, keys.values().shape[0], q_rows, train)
+    query, q_rows = (q_len, q_len.known_num_tokens) if isinstance(q_len, JaggedLayout) else (None, 0)
+    if isinstance(q_len, JaggedTensor):
+        query, q_rows = q_len.layout, q_len.values().shape[0]
+    problem = _problem(
+        keys, q_len if query is None else query, num_heads, broadcast, left, right, dtype, value_dim, device
+    )
+    implementation = choose(problem, _backend(backend)).implementation
+    if keys.layout.is_static or (query is not None and query.is_static):
+        return  # built by attend, each time anew
+    if q_rows is None:
+        fail("q_len", "a jagged query, as the host does not know the number of tokens of its layout", query)
+    implementation.plan(problem, keys.layout, query, keys.values().shape[0], q_rows, train)
 
 
 def _problem(
     keys: JaggedTensor,
-    q_len: int | JaggedLayout,
+    q_len: object,
     num_heads: int,
     broadcast: bool,
     left: int,
@@ -98,7 +106,7 @@ def _problem(
     elif isinstance(q_len, int) and not isinstance(q_len, bool):
         kind, length = (QueryKind.BROADCAST if broadcast else QueryKind.PER_SEQUENCE), q_len
     else:
-        fail("q_len", "an int, or the layout of a jagged query", q_len, "for example query.layout", error=TypeError)
+        fail("q_len", "an int, a jagged query or its layout", q_len, error=TypeError)
     place = Device.of(keys.device) if device is None else machine_of(device).device
     return AttentionProblem(
         query=kind,
@@ -160,14 +168,17 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the keys."""
         return int(self.lengths.sum())
 
     @property
     def longest(self) -> int:
+        """Keys of the longest sequence."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     @property
     def padded_tokens(self) -> int:
+        """Rows that a padded batch would have."""
         return len(self.lengths) * self.longest
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
 MOST = 16  # a model uses two or three on a batch
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a mask may be a function that asks for a schedule
 _ALIGNED = 32  # int32 elements: every tensor in a packed one begins at a multiple of 128 bytes
 
 
@@ -43,6 +43,7 @@ class ScheduleCache:
         self.builds = 0
 
     def get(self, request: ScheduleRequest, build: Callable[[], TileSchedule]) -> TileSchedule:
+        """The schedule of a request, built at the first."""
         with _LOCK:
             schedule = self._schedules.get(request)
             if schedule is None:
@@ -65,6 +66,7 @@ class ScheduleCache:
         return iter(list(self._schedules.values()))
 
     def tensors(self) -> list[Tensor]:
+        """Every tensor of every schedule, for `record_stream`."""
         return [tensor for schedule in self for tensor in schedule.tensors() if tensor is not None]
 
     def pack(self, layout: JaggedLayout) -> Packed | None:

@@ -40,6 +40,7 @@ class _Hands:
 
 
 def deal(units: Units, request: ScheduleRequest) -> Dealt:
+    """Tiles in an order and with owners, by the kind of the request."""
     kind = request.kind
     cost, order = units.cost, None  # of units, in the order of dealing
     if kind in (ScheduleKind.ZIGZAG, ScheduleKind.DYNAMIC, ScheduleKind.LPT):

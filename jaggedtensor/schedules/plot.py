@@ -28,6 +28,7 @@ DASHED = (0, (4, 3))
 
 
 def new_figure(width: float, height: float) -> Figure:
+    """A figure that needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

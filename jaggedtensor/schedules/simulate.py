@@ -38,6 +38,7 @@ class Simulation:
 
     @property
     def mean(self) -> float:
+        """Mean load of a worker."""
         return float(self.loads.mean())
 
     @property
@@ -55,7 +56,9 @@ class Simulation:
 def simulate(schedule: TileSchedule, cost: CostModel | None = None, *, delay: float = 0.0, seed: int = 0) -> Simulation:
     """Run a schedule on paper. One on a GPU is copied to the host first.
 
-    >>> simulate(keys.layout.schedule(ScheduleKind.ZIGZAG, q_len=128, heads=4, workers=132)).imbalance
+    >>> layout = JaggedLayout(torch.tensor([0, 300, 300, 400]))
+    >>> simulate(layout.schedule(ScheduleKind.ZIGZAG, q_len=128, heads=4, workers=4)).imbalance
+    1.0
 
     For `DYNAMIC`, each worker takes the next tile when it is free (at a tie, the worker of lower number).
 

@@ -138,6 +138,7 @@ class ScheduleRequest:
 
     @property
     def windowed(self) -> bool:
+        """Whether a window hides any tile."""
         return self.left != UNLIMITED or self.right != UNLIMITED
 
 
@@ -181,22 +182,27 @@ class TileSchedule:
 
     @property
     def kind(self) -> ScheduleKind:
+        """Order and owners."""
         return self.request.kind
 
     @property
     def axis(self) -> TileAxis:
+        """Which blocks stay with a worker."""
         return self.request.axis
 
     @property
     def workers(self) -> int:
+        """CTAs that share the tiles."""
         return self.request.workers
 
     @property
     def capacity(self) -> int:
+        """Rows of `tiles`: a bound on `count` that the host knows."""
         return self.tiles.shape[0]
 
     @property
     def device(self) -> torch.device:
+        """Where the tiles are."""
         return self.tiles.device
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -205,13 +211,15 @@ class TileSchedule:
 
     @classmethod
     def of(cls, request: ScheduleRequest, layout: JaggedLayout, slots: int, tensors: Sequence[Any]) -> TileSchedule:
+        """From the tensors that `build` gives."""
         tiles, owner, worker_offsets, count, merges, blocks = tensors
         return cls(request, tiles, owner, worker_offsets, count, merges, blocks, slots, weakref.ref(layout))
 
     def require(self, layout: JaggedLayout, **expected: Any) -> None:
         """Refuse a schedule that was built for something else: another layout, device, or field of the request.
 
-        >>> schedule.require(keys.layout, block_kv=64, heads=4)
+        >>> schedule = keys.layout.schedule(ScheduleKind.ZIGZAG, q_len=128, heads=4, workers=132)
+        >>> schedule.require(keys.layout, block_kv=128, heads=4)
 
         Raises:
             ValueError: with what was expected and what this schedule is for.

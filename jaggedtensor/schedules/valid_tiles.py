@@ -32,6 +32,7 @@ class Bounds:
 
     @classmethod
     def of(cls, layout: JaggedLayout, rows: int | None, name: str) -> Bounds:
+        """What the host knows of a layout: its own numbers, or the rows that the caller gives."""
         if layout.known_num_tokens is not None:
             tokens = layout.known_num_tokens
         elif layout.capacity is not None:
@@ -88,6 +89,7 @@ class Units:
 
     @property
     def capacity(self) -> int:
+        """A bound on the number of units that the host knows."""
         return self.cost.shape[0] - 1
 
 

@@ -132,6 +132,7 @@ class Call:
 
     @classmethod
     def of_case(cls, case: AttentionCase, device: torch.device | str = "cpu") -> Call:
+        """From a case of `jaggedtensor.testing`."""
         return cls.of(*case.inputs(device), seed=case.seed, **case.options)
 
     def run(self, backend: str | None, **options: Any) -> AttentionResult:

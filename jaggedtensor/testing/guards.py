@@ -17,8 +17,8 @@ _MARK = 0x5A  # every byte of a guard
 
 @contextmanager
 def guarded_allocations() -> Iterator[list[Tensor]]:
-    """Tensors made by `new_empty`, `new_zeros`, `new_full`, `empty_like` and `zeros_like` stand between guards, and what
-    is empty is NaN. On leaving, asserts that all guards are as they were; the list gets the tensors.
+    """Tensors made by `new_empty`, `new_zeros`, `new_full`, `empty_like` and `zeros_like` stand between guards, and$
+    what is empty is NaN. On leaving, asserts that all guards are as they were; the list gets the tensors.
 
     Raises:
         AssertionError: something was written before or after a tensor.

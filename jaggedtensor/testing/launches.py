@@ -1,8 +1,8 @@
 """What the portable kernels launch: recorded, counted, and compiled for a GPU that need not be there.
 
->>> with recorded_launches() as launches:
+>>> with recorded_launches() as launches:  # doctest: +SKIP
 ...     keys.attend(query, backend="portable")
->>> [launch.name for launch in launches]
+>>> [launch.name for launch in launches]  # doctest: +SKIP
 ['fill_kernel', 'forward_kernel']
 """
 
@@ -50,10 +50,12 @@ class Launch:
 
     @property
     def name(self) -> str:
+        """Of the kernel."""
         return self.kernel.__name__
 
     @property
     def tiling(self) -> Tiling | None:
+        """Sizes of its blocks."""
         return next((x for x in self.args if isinstance(x, Tiling)), None)
 
 

@@ -26,14 +26,14 @@ def check(case):
 
 @st.composite
 def cases(draw, kind):
-    """Few heads and at most 350 keys in all: the interpreter is slow."""
+    """Few heads and at most 250 keys in all: the interpreter is slow."""
     some = st.one_of(st.sampled_from(LENGTHS), st.integers(0, 130))
     k_lengths = [*draw(st.lists(some, max_size=3)), *draw(st.sampled_from([[], [0], [1], [0, 1]]))]
     k_lengths = draw(st.permutations(k_lengths))
-    while sum(k_lengths) > 350:
+    while sum(k_lengths) > 250:
         k_lengths.remove(max(k_lengths))
     q_lengths = [draw(st.one_of(st.just(n), some)) for n in k_lengths]
-    while sum(q_lengths) > 350:
+    while sum(q_lengths) > 250:
         q_lengths[q_lengths.index(max(q_lengths))] = 1
     q_length = draw(st.sampled_from([0, 1, 3, 16, 17, 32, 33, 65, 129] if kind is QueryKind.BROADCAST else [1, 5, 17, 40]))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 3)]))
@@ -61,7 +61,7 @@ def cases(draw, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_any_batch_is_as_near_to_float64_as_its_dtype_allows(kind, gpu, data):
     case = data.draw(cases(kind))
@@ -79,13 +79,12 @@ def test_lengths_around_multiples_of_blocks(dtype, kind):
     check(case)
 
 
-@kinds
 @pytest.mark.parametrize("dims", [(16, 16), (24, 40), (64, 24), (72, 104), (256, 160), (17, 256)], ids=str)
-def test_head_dimensions(dims, kind):
+def test_head_dimensions(dims):
     """DIM-02, DIM-06: not powers of two, and different ones of keys and values."""
-    case = AttentionCase((33, 0, 7), query=kind, q_length=3, q_lengths=(5, 2, 20), dim=dims[0], value_dim=dims[1])
+    case = AttentionCase((33, 0, 7), q_length=3, q_lengths=(5, 2, 20), dim=dims[0], value_dim=dims[1])
     check(case)
-    check(case.with_options(dtype=torch.bfloat16, causal=True))
+    check(case.with_options(query=QueryKind.JAGGED, dtype=torch.bfloat16, causal=True, heads=4))
 
 
 @kinds
@@ -109,10 +108,9 @@ def test_query_heads_share_key_heads_in_any_ratio(heads):
     """GQA-01, EMP-14: packed rows of a tile belong to several heads and queries, also where 16 rows are no multiple."""
     for kind in (QueryKind.BROADCAST, QueryKind.JAGGED):
         case = AttentionCase(
-            (40, 3, 0), query=kind, q_length=3, q_lengths=(7, 0, 1), heads=heads[0], kv_heads=heads[1], dim=16, value_dim=16
+            (20, 3, 0), query=kind, q_length=3, q_lengths=(7, 0, 1), heads=heads[0], kv_heads=heads[1], dim=16, value_dim=16
         )
-        check(case)
-        check(case.with_options(causal=True, dtype=torch.float16))
+        check(case.with_options(causal=kind is QueryKind.JAGGED, dtype=torch.float16))
 
 
 @kinds
@@ -132,7 +130,7 @@ def test_query_heads_share_key_heads_in_any_ratio(heads):
 def test_masks_are_aligned_from_the_end_in_both_passes(mask, kind):
     """MSK-01, MSK-02, MSK-05: more queries than keys, fewer, and as many; limits of any size."""
     case = AttentionCase(
-        (130, 5, 0, 70, 33), query=kind, q_length=40, q_lengths=(40, 30, 3, 70, 65), heads=2, kv_heads=1, dim=16, value_dim=16
+        (130, 5, 0, 70), query=kind, q_length=40, q_lengths=(40, 30, 3, 70), heads=2, kv_heads=1, dim=16, value_dim=16
     )
     check(case.with_options(**mask))
 
@@ -141,8 +139,8 @@ def test_masks_are_aligned_from_the_end_in_both_passes(mask, kind):
 @pytest.mark.parametrize("processors", [1, 4, 132])
 def test_broadcast_query_whatever_the_number_of_workers(length, processors, gpu):
     """Batches of fewer blocks than workers, and workers that get parts of sequences."""
-    for k_lengths in ((1,), (200, 0, 30, 3)):
-        case = AttentionCase(k_lengths, q_length=length, heads=3, kv_heads=3, dim=16, value_dim=16)
+    for k_lengths in ((1,), (130, 0, 3)):
+        case = AttentionCase(k_lengths, q_length=length, heads=2, kv_heads=2, dim=16, value_dim=16)
         with gpu(processors):
             check(case)
 
@@ -152,4 +150,3 @@ def test_broadcast_query_whatever_the_number_of_workers(length, processors, gpu)
 def test_scales_of_any_sign(scale, kind):
     case = AttentionCase((20, 0, 70), query=kind, q_length=5, q_lengths=(20, 1, 9), causal=True, scale=scale)
     check(case)
-    check(case.with_options(causal=False, dtype=torch.bfloat16))

@@ -46,5 +46,4 @@ def test_examples_of(name, tmp_path, monkeypatch):
     torch.manual_seed(0)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(module, extraglobs=names_for_examples(), optionflags=flags, raise_on_error=False)
-    assert result.attempted
     assert not result.failed

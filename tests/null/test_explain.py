@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaggedtensor import JaggedTensor, ScheduleKind
+from jaggedtensor import JaggedLayout, JaggedTensor, ScheduleKind
 from jaggedtensor.explain import main, read_lengths
 from jaggedtensor.kernels.dispatch import Choice, Implementation, choose
 from jaggedtensor.ops.plan import MACHINES, plan_of, visible_pairs
@@ -252,6 +252,27 @@ def test_prepare_with_a_query_of_other_lengths():
     assert len(keys.layout._schedules) >= 2
 
 
+def test_prepare_leaves_static_layouts_to_attend():
+    static = JaggedTensor(torch.zeros(8, 2, 16, dtype=torch.float16), JaggedLayout.with_capacity(2, 8, 4))
+    assert len(static.prepare(q_len=3, num_heads=2, device="h200").layout._schedules) == 0
+
+
+def test_prepare_asks_no_gpu_for_the_tokens_of_a_query():
+    """A meta tensor stands in for offsets that the host has not seen."""
+    keys = JaggedTensor._of(torch.zeros(8, 2, 16, device="meta"), unseen := unseen_layout(2))
+    query = JaggedTensor._of(torch.zeros(5, 2, 16, device="meta"), unseen_layout(2))
+    with pytest.raises(
+        ValueError, match="q_len must be a jagged query, as the host does not know the number of tokens"
+    ):
+        keys.prepare(q_len=query.layout, num_heads=2, device="h200")
+    keys.prepare(q_len=query, num_heads=2, device="h200")
+    assert keys.layout is unseen
+
+
+def unseen_layout(batch_size):
+    return JaggedLayout(torch.empty(batch_size + 1, dtype=torch.int64, device="meta"), validate=False)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -261,7 +282,7 @@ def test_prepare_with_a_query_of_other_lengths():
             "num_heads must be a positive multiple of the 2 heads of the keys, got 3",
         ),
         (dict(q_len=3, num_heads=0), ValueError, "num_heads must be a positive multiple"),
-        (dict(q_len=None, num_heads=2), TypeError, "q_len must be an int, or the layout of a jagged query, got None"),
+        (dict(q_len=None, num_heads=2), TypeError, "q_len must be an int, a jagged query or its layout, got None"),
         (dict(q_len=-1, num_heads=2), ValueError, "q_len must be in 0"),
         (dict(q_len=3, num_heads=2, device="cuda"), ValueError, "device must be one of 'h200', 'b200'"),
         (dict(q_len=3, num_heads=2, backend="nothing"), ValueError, "backend must be one of"),

@@ -21,31 +21,34 @@ from torch import Tensor
 from jaggedtensor.kernels.cpu.memory import ask_for_huge_pages
 
 BLOCK = 1 << 18  # elements of the scores of one block, and of the gathered rows of one group: they stay in the cache
-GROUP = 1 << 18
-ALONE = 100_000  # multiply-adds per feature from which a sequence is worth calls of its own
+ALONE = 30_000  # multiply-adds per feature from which a sequence is worth calls of its own
 SPLIT = 128  # queries per block where blocks of queries see different keys
 LEAST = 32  # rows of queries per block, however many keys there are
 
 
-class _Rows(NamedTuple):
-    """Rows of `count` sequences as a grid of `length` each; a shorter sequence repeats its last row."""
+class _Rows:
+    """Rows of `count` sequences of a packed tensor as a grid of `length` each; a shorter sequence repeats its last row."""
 
-    count: int
-    length: int
-    start: int  # of the only sequence
-    source: Tensor | None = None  # rows to read, (G, n), of several sequences
-    target: Tensor | None = None  # rows to write: `source`, but repeated rows go to the row after the last token
-    repeated: Tensor | None = None  # (G, n), None if no row is
+    def __init__(self, start: int, length: int):
+        self.count, self.start, self.length = 1, start, length
+        self.source: Tensor | None = None  # rows to read, (G, n), of several sequences
+        self.target: Tensor | None = None  # rows to write: `source`, but repeated rows go to the row after the last token
+        self.repeated: Tensor | None = None  # (G, n), None if no row is
+        self.places: dict[tuple[int, ...], Tensor] = {}  # by strides
 
     @classmethod
-    def of(cls, starts: Tensor, lengths: Tensor, total: int) -> _Rows:
-        place, last = torch.arange(int(lengths.max())), lengths[:, None] - 1
-        source, repeated = starts[:, None] + torch.minimum(place, last), place > last
-        target = source.masked_fill(repeated, total)
-        return cls(len(starts), len(place), 0, source, target, repeated if repeated.any() else None)
+    def of_many(cls, starts: Tensor, lengths: Tensor, total: int) -> _Rows:
+        rows = cls(0, int(lengths.max()))
+        place, last = torch.arange(rows.length), lengths[:, None] - 1
+        rows.count, rows.source = len(starts), starts[:, None] + torch.minimum(place, last)
+        rows.target = rows.source
+        if int(lengths.min()) < rows.length:
+            rows.repeated = place > last
+            rows.target = rows.source.masked_fill(rows.repeated, total)
+        return rows
 
     def part(self, rows: slice | None) -> _Rows:
-        return self if rows is None else _Rows(1, rows.stop - rows.start, self.start + rows.start)
+        return self if rows is None else _Rows(self.start + rows.start, rows.stop - rows.start)
 
     def take(self, x: Tensor, dtype: torch.dtype, repeat: bool = True) -> Tensor:
         """(H, g, rows, D) -> (H G, g n, D); of one sequence a view if dtype and g allow. `repeat=False` pads with 0."""
@@ -53,51 +56,50 @@ class _Rows(NamedTuple):
             x = x.narrow(-2, self.start, self.length)
             x = x if x.dim() == 3 else x.flatten(1, 2)
         else:
-            x = _gather(x, self.source)
+            x = self._gather(x if x.dim() == 4 else x[:, None])
             if self.repeated is not None and not repeat:
                 x.masked_fill_(self.repeated[:, None, :, None], 0)
             x = x.view(x.shape[0] * self.count, -1, x.shape[4])
         return x if x.dtype == dtype else x.to(dtype)
 
+    def _gather(self, x: Tensor) -> Tensor:
+        """(H, g, rows, D) -> (H, G, g, n, D): one copy of features that lie together, whatever the other strides."""
+        heads, group, length, features = x.shape
+        unit = math.gcd(*x.stride()[:3]) or 1
+        steps = tuple(step // unit for step in x.stride()[:3])
+        if steps not in self.places:
+            place = (torch.arange(heads) * steps[0])[:, None, None, None] + (torch.arange(group) * steps[1])[:, None]
+            self.places[steps] = place + (self.source * steps[2])[:, None]
+        place = self.places[steps]
+        last = sum((size - 1) * step for size, step in zip((heads, group, length), steps, strict=True))
+        table = x.as_strided((last + 1, features), (unit, 1))
+        return table.index_select(0, place.flatten()).view(*place.shape, features)
+
     def put(self, y: Tensor, value: Tensor) -> None:
-        """Writes value, (H G, g n, D) in any grouping of these axes, to y, (H, g, rows, D)."""
+        """Writes value, (H G, g n, D), to y, (H, g, rows, D)."""
         if self.target is None:
             y = y.narrow(-2, self.start, self.length)
             if y.data_ptr() != value.data_ptr():  # not worked out in place, see `room`
                 y.copy_(value.view(y.shape))
         else:
-            group = 1 if y.dim() == 3 else y.shape[1]
-            value = value.view(y.shape[0], self.count, group, self.length, -1).permute(1, 3, 0, 2, 4)
-            value = value.to(y.dtype).contiguous().view(-1, y.shape[0] * group * y.shape[-1])
-            rows = y.movedim(-2, 0).flatten(1)  # a view: results are contiguous
-            rows.index_copy_(0, self.target.flatten(), value)
+            y = y.movedim(-2, 0)  # (rows, H, g, D), contiguous
+            value = value.view(y.shape[1], self.count, -1, self.length, y.shape[-1]).permute(1, 3, 0, 2, 4)
+            value = value.to(y.dtype).contiguous().view(-1, y[0].numel())
+            y.flatten(1).index_copy_(0, self.target.flatten(), value)
 
-    def add(self, y: Tensor, value: Tensor) -> None:
-        """Adds value, (H N, g n, D), summed over N, to rows of y that all sequences share."""
+    def add(self, y: Tensor, value: Tensor, scale: float) -> None:
+        """Adds value, (H N, g n, D), summed over N and scaled, to rows of y, (H, g, rows, D), that all sequences share."""
         y = y.narrow(-2, self.start, self.length)
         value = value.view(y.shape[0], -1, *y.shape[1:])
-        y.add_(value[:, 0] if value.shape[1] == 1 else value.sum(1))
+        y.add_(value[:, 0] if value.shape[1] == 1 else value.sum(1), alpha=scale)
 
-    def room(self, y: Tensor, dtype: torch.dtype, several: bool) -> Tensor:
-        """Where to work out rows of y, (H G, n, D): the rows themselves if possible. Zeros for a sum of several parts."""
+    def room(self, y: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
+        """Where to work out rows of y, (H G, n, D): in place if possible. It is 0 to begin with if it is a sum of parts."""
         if self.target is None and y.dtype == dtype:
             room = y.narrow(-2, self.start, self.length)
         else:
             room = torch.empty(y.shape[0] * self.count, self.length, y.shape[-1], dtype=dtype)
-        return room.zero_() if several else room
-
-
-def _gather(x: Tensor, rows: Tensor) -> Tensor:
-    """x (H, g, rows, D) at rows (G, n) -> (H, G, g, n, D): one copy of features that lie together, for any strides."""
-    x = x if x.dim() == 4 else x[:, None]
-    heads, group, length, features = x.shape
-    unit = math.gcd(*x.stride()[:3]) or 1
-    head_step, group_step, row_step, _ = (step // unit for step in x.stride())
-    last = (heads - 1) * head_step + (group - 1) * group_step + (length - 1) * row_step
-    place = (torch.arange(heads) * head_step)[:, None, None, None] + (torch.arange(group) * group_step)[:, None]
-    place = place + (rows * row_step)[:, None]
-    table = x.as_strided((last + 1, features), (unit, 1))
-    return table.index_select(0, place.flatten()).view(*place.shape, features)
+        return room.zero_() if parts > 1 else room
 
 
 class _Block(NamedTuple):
@@ -161,7 +163,7 @@ class _Batch:
             self.query_lengths = self.query_lengths - blind
             self.result_starts, self.query_starts = self.result_starts + blind, self.query_starts + blind
         self.live = (self.query_lengths > 0) & (self.key_lengths > 0)
-        self._last = None, None, None  # what `queries` took
+        self._last: tuple = (None, None)  # the last rows of a shared query, which most groups have in common
 
     def split_heads(self, x: Tensor) -> Tensor:
         """(.., Hq, D) -> (H, g, rows, D), g left out if it is 1; a copy where the last dimension is not contiguous."""
@@ -197,7 +199,7 @@ class _Batch:
         for run in rest[order].split(shape.unique_consecutive(return_counts=True)[1].tolist()):
             M, L = int(self.query_lengths[run].max()) * self.group, int(self.key_lengths[run].max())
             size = self.heads * max(L * M, L * self.features, M * self.features)
-            for sequences in run.split(max(1, GROUP // size)):
+            for sequences in run.split(max(1, BLOCK // size)):
                 yield self._many(sequences)
 
     def _one(self, query_start: int, result_start: int, key_start: int, m: int, L: int) -> Iterator[_Group]:
@@ -211,7 +213,7 @@ class _Batch:
         blocks = [_Block()]
         if rows < m or limited:
             blocks = [self._block(slice(i, min(i + rows, m)), m, L) for i in range(0, m, rows)]
-        queries, results, keys = _Rows(1, m, query_start), _Rows(1, m, result_start), _Rows(1, L, key_start)
+        queries, results, keys = _Rows(query_start, m), _Rows(result_start, m), _Rows(key_start, L)
         for h in range(0, self.heads, heads):
             yield _Group(queries, results, keys, m, L, blocks, slice(h, h + heads) if heads < self.heads else None)
 
@@ -222,22 +224,23 @@ class _Batch:
 
     def _many(self, sequences: Tensor) -> _Group:
         query_lengths, key_lengths = self.query_lengths[sequences], self.key_lengths[sequences]
-        results = queries = _Rows.of(self.result_starts[sequences], query_lengths, self.num_queries)
+        results = queries = _Rows.of_many(self.result_starts[sequences], query_lengths, self.num_queries)
         if self.shared:
-            queries = _Rows(1, results.length, int(self.query_starts[sequences[0]]))
-        keys = _Rows.of(self.key_starts[sequences], key_lengths, self.num_keys)
+            queries = _Rows(int(self.query_starts[sequences[0]]), results.length)
+        keys = _Rows.of_many(self.key_starts[sequences], key_lengths, self.num_keys)
         return _Group(
             queries, results, keys, query_lengths.view(-1, 1, 1, 1), key_lengths.view(-1, 1, 1, 1), [_Block()]
         )
 
     def queries(self, q: Tensor, group: _Group, rows: _Rows) -> Tensor:
         """(H N, M, D), scaled. A shared query is copied for each sequence where one product for all would not pay."""
-        if self.shared and self._last[:2] == (rows, group.heads):
-            q = self._last[2]
-        else:
-            q = rows.take(q, self.dtype) * self.scale
-            self._last = rows, group.heads, q
-        if self.shared and group.keys.count > 1 and not _keys_lead(q):
+        if not self.shared:
+            return rows.take(q, self.dtype) * self.scale
+        which = rows.start, rows.length, group.heads
+        if which != self._last[0]:
+            self._last = which, rows.take(q, self.dtype) * self.scale
+        q = self._last[1]
+        if group.keys.count > 1 and not _keys_lead(q):
             q = q[:, None].expand(-1, group.keys.count, -1, -1).flatten(0, 1)
         return q
 
@@ -361,8 +364,8 @@ def backward(
     for group in batch.groups():
         q_, k_, v_, go_, gl_, dq_, dk_, dv_ = _of_heads(group.heads, q, k, v, grad_out, grad_lse, dq, dk, dv)
         keys, values = group.keys.take(k_, batch.dtype), group.keys.take(v_, batch.dtype)
-        several = group.blocks[0].keys is not None
-        dkeys, dvalues = (x if x is None else group.keys.room(x, batch.dtype, several) for x in (dk_, dv_))
+        parts = len(group.blocks) if group.blocks[0].keys is None else 2
+        dkeys, dvalues = (y if y is None else group.keys.room(y, batch.dtype, parts) for y in (dk_, dv_))
         for block in group.blocks:
             rows, results = group.queries.part(block.queries), group.results.part(block.queries)
             queries, seen = batch.queries(q_, group, rows), _part(keys, block)
@@ -377,8 +380,11 @@ def backward(
             if dkeys is not None:
                 _accumulate(_fold(dkeys, queries), block, ds, queries)
             if dq_ is not None:
-                dqueries = torch.bmm(ds.mT, _fold(seen, queries)).mul_(scale)
-                (rows.add if batch.shared else rows.put)(dq_, dqueries)
+                dqueries = torch.bmm(ds.mT, _fold(seen, queries))
+                if batch.shared:
+                    rows.add(dq_, dqueries, scale)
+                else:
+                    rows.put(dq_, dqueries.mul_(scale))
         for y, total in ((dk_, dkeys), (dv_, dvalues)):
             if y is not None:
                 group.keys.put(y, total)
