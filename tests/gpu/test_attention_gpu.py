@@ -19,9 +19,9 @@ Q_LENGTHS = (200, 3, 0, 65, 1, 77)
 
 
 def check(case):
-    got = case.run(BACKEND, "cuda")
-    assert_attention_within_budget(case, got)
-    return got
+    # In fp32 a kernel sums one key after the other, where the formula on a CPU sums pairwise.
+    multiple = 6.0 if case.dtype == torch.float32 else 3.0
+    assert_attention_within_budget(case, case.run(BACKEND, "cuda"), multiple=multiple)
 
 
 def poison(megabytes=256):
@@ -266,6 +266,7 @@ def test_the_current_device_and_stream_are_the_callers():
 # -- graphs and compilation --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of the eager step, later
 def test_a_graph_is_right_for_other_lengths():
     """CUG-01, CUG-02: longer, shorter and empty sequences than at capture, forward and backward."""
     batch, capacity, longest = 6, 1500, 1024
@@ -319,6 +320,7 @@ class TwoLayers(nn.Module):
         return x.unflatten(-1, (2, 32)).attend(self.query, backend=BACKEND)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own
 def test_a_compiled_module_trains_as_the_eager_one_does():
     """CMP-01, CMP-02, CMP-04."""
     torch._dynamo.reset()

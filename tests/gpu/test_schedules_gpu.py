@@ -263,7 +263,7 @@ def test_building_takes_little_time_of_the_gpu(kind, axis, capsys):
     )
     request = JaggedLayout(offsets_of(lengths)).schedule(kind, q_len=128, heads=4, workers=132, axis=axis).request
     eager = milliseconds(lambda: build(request, static))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         build(request, static)
         torch.cuda.synchronize()
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]

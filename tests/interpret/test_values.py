@@ -35,7 +35,9 @@ def cases(draw, kind):
     q_lengths = [draw(st.one_of(st.just(n), some)) for n in k_lengths]
     while sum(q_lengths) > 250:
         q_lengths[q_lengths.index(max(q_lengths))] = 1
-    q_length = draw(st.sampled_from([0, 1, 3, 16, 17, 32, 33, 65, 129] if kind is QueryKind.BROADCAST else [1, 5, 17, 40]))
+    q_length = draw(
+        st.sampled_from([0, 1, 3, 16, 17, 32, 33, 65, 129] if kind is QueryKind.BROADCAST else [1, 5, 17, 40])
+    )
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 3)]))
     side = st.one_of(st.none(), st.integers(0, 20), st.integers(0, 140))
     window = draw(st.one_of(st.none(), side, st.tuples(side, side)))
@@ -74,7 +76,13 @@ def test_any_batch_is_as_near_to_float64_as_its_dtype_allows(kind, gpu, data):
 def test_lengths_around_multiples_of_blocks(dtype, kind):
     """TAIL-01, TAIL-03, TAIL-04: empty, one token, one less, exact, one more; each its own values and gradients."""
     case = AttentionCase(
-        (130, 0, 63, 16, 1, 65), query=kind, q_length=17, q_lengths=(1, 64, 65, 16, 33, 0), heads=2, kv_heads=2, dtype=dtype
+        (130, 0, 63, 16, 1, 65),
+        query=kind,
+        q_length=17,
+        q_lengths=(1, 64, 65, 16, 33, 0),
+        heads=2,
+        kv_heads=2,
+        dtype=dtype,
     )
     check(case)
 
@@ -91,7 +99,9 @@ def test_head_dimensions(dims):
 def test_every_column_takes_part(kind):
     """DIM-03: keys that differ in their last column alone."""
     for dim in (24, 64, 128):
-        case = AttentionCase((20, 3), query=kind, q_length=2, q_lengths=(2, 2), heads=1, kv_heads=1, dim=dim, value_dim=dim)
+        case = AttentionCase(
+            (20, 3), query=kind, q_length=2, q_lengths=(2, 2), heads=1, kv_heads=1, dim=dim, value_dim=dim
+        )
         q, k, v = case.inputs()
         for x in (q, k):
             values = x if isinstance(x, torch.Tensor) else x.values()
@@ -108,7 +118,14 @@ def test_query_heads_share_key_heads_in_any_ratio(heads):
     """GQA-01, EMP-14: packed rows of a tile belong to several heads and queries, also where 16 rows are no multiple."""
     for kind in (QueryKind.BROADCAST, QueryKind.JAGGED):
         case = AttentionCase(
-            (20, 3, 0), query=kind, q_length=3, q_lengths=(7, 0, 1), heads=heads[0], kv_heads=heads[1], dim=16, value_dim=16
+            (20, 3, 0),
+            query=kind,
+            q_length=3,
+            q_lengths=(7, 0, 1),
+            heads=heads[0],
+            kv_heads=heads[1],
+            dim=16,
+            value_dim=16,
         )
         check(case.with_options(causal=kind is QueryKind.JAGGED, dtype=torch.float16))
 

@@ -47,6 +47,11 @@ def block_of(size: int, most: int) -> int:
     return min(most, max(SMALLEST_BLOCK, 1 << max(size - 1, 0).bit_length()))
 
 
+def single_side(wide: int) -> int:
+    """Side of a block in fp32, whose products are unrolled into multiply-adds: larger ones compile for minutes."""
+    return 32 if wide <= 128 else 16
+
+
 def widest(problem: AttentionProblem) -> int:
     return max(block_of(problem.head_dim, 256), block_of(problem.value_dim, 256))
 

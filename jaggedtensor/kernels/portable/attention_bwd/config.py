@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from jaggedtensor.kernels.portable.tiling import Tiling, block_of, tiling_of, widest
+from jaggedtensor.kernels.portable.tiling import Tiling, block_of, single_side, tiling_of, widest
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
 
@@ -24,7 +24,7 @@ def select(problem: AttentionProblem) -> Config:
     wide, size = widest(problem), problem.dtype.itemsize
     shared = problem.query is QueryKind.BROADCAST
     rows = 1 << 30 if problem.rows is None else problem.rows
-    single = problem.dtype == torch.float32
+    single, side = problem.dtype == torch.float32, single_side(wide)
 
     def operands(t: Tiling, rows: int) -> int:
         return size * rows * (t.block_d + t.block_dv)
@@ -51,7 +51,7 @@ def select(problem: AttentionProblem) -> Config:
             return Config(broadcast=replace(tiling, workers=_workers(problem, problem.kv_heads, residents)))
 
     if single:
-        blocks = Tiling(block_of(rows, 32), 32, num_warps=4, num_stages=1)
+        blocks = Tiling(block_of(rows, side), side, num_warps=4, num_stages=1)
     elif wide > 128:
         blocks = Tiling(block_of(rows, 64), 64, num_warps=8, num_stages=1)
     else:
@@ -65,7 +65,7 @@ def select(problem: AttentionProblem) -> Config:
 
     residents = 1
     if single:
-        blocks = Tiling(block_of(rows, 32), 32, num_warps=4, num_stages=1)
+        blocks = Tiling(block_of(rows, side), side, num_warps=4, num_stages=1)
     elif wide > 128:
         blocks = Tiling(block_of(rows, 64), 64, num_warps=8, num_stages=2)
     elif shared and rows > 64:

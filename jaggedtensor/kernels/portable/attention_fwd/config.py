@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jaggedtensor.kernels.portable.tiling import Tiling, block_of, tiling_of, widest
+from jaggedtensor.kernels.portable.tiling import Tiling, block_of, single_side, tiling_of, widest
 from jaggedtensor.problem import AttentionProblem
 
 
@@ -13,7 +13,8 @@ def select(problem: AttentionProblem) -> Tiling:
     wide = widest(problem)
     m = 128 if problem.rows is None else block_of(problem.rows, 128)  # no padding of a short query
     if problem.dtype == torch.float32:
-        blocks = Tiling(min(m, 64 if wide <= 128 else 32), 32, num_warps=4, num_stages=2)
+        side = single_side(wide)
+        blocks = Tiling(min(m, 64 if wide <= 64 else side), side, num_warps=4, num_stages=2)
     elif wide > 128:
         blocks = Tiling(min(m, 64), 64, num_warps=8 if m > 32 else 4, num_stages=2)
     elif m == 128:
