@@ -10,15 +10,15 @@ from jaggedtensor import JaggedTensor
 
 torch.manual_seed(0)
 
-# Histories have a long tail: most are short, a few are very long, and one user has only just arrived.
+# Most histories are short, a few are very long, and the first user has none yet.
 lengths = torch.randn(1000).mul(1.2).add(3).exp().long().clamp(max=1000)
 lengths[0] = 0
 history = JaggedTensor.from_list([torch.randint(5000, (int(n),)) for n in lengths])
-print(f"1. The batch, packed one history after the other:\n   {history}\n")
+print(f"1. A batch is packed, one history after the other:\n   {history}\n")
 
 
-class UserVector(nn.Module):
-    """What a learned query finds in each history: attention pooling. Layers of torch take the batch as it is."""
+class UserVectors(nn.Module):
+    """What one learned query finds in each history. Layers of torch take the jagged batch as it is."""
 
     def __init__(self, items: int, heads: int, dim: int):
         super().__init__()
@@ -32,33 +32,32 @@ class UserVector(nn.Module):
         return self.keys(history).attend(self.query).flatten(1)  # (users, heads * dim)
 
 
-model = UserVector(items=5000, heads=2, dim=32)
+model = UserVectors(items=5000, heads=2, dim=32)
 users = model(history)
 users.square().mean().backward()
-print(f"2. One query, {len(history)} histories: user vectors of shape {list(users.shape)}.")
-print(f"   The new user's vector is {'all zeros' if not users[0].any() else 'not zero'}, never NaN.")
-print(f"   The query's gradient sums over all users: shape {list(model.query.grad.shape)}, finite: ", end="")
-print(f"{bool(model.query.grad.isfinite().all())}.\n")
-
-known = history % 10 == 0  # jagged again: arithmetic goes token by token
-print(f"3. Each history on its own: known.float().mean(1) has shape {list(known.float().mean(1).shape)},")
-print(f"   history[:, -20:] keeps the last 20 items of each, {history[:, -20:].num_tokens} of {history.num_tokens}.\n")
-
-# What padding would have cost: the same keys as a rectangle, and a mask to ignore most of it.
-keys = model.keys(history).detach()
-padded, mask, query = keys.to_padded().transpose(1, 2), keys.mask()[:, None, None], model.query.detach()
-start = time.perf_counter()
-packed_result = keys.attend(query).flatten(1)
-middle = time.perf_counter()
-padded_result = F.scaled_dot_product_attention(
-    query.transpose(0, 1).expand(len(keys), -1, -1, -1), padded, padded, mask
-)
-end = time.perf_counter()
-gap = (packed_result - padded_result.transpose(1, 2).flatten(1))[1:].abs().max()
+first = "zeros" if not users[0].any() else "NOT zeros"
+print(f"2. One query attends to all {len(history)} histories, and gives user vectors of shape {list(users.shape)};")
 print(
-    f"4. Padded to the longest, {padded.shape[2]}: {padded.shape[0] * padded.shape[2]} tokens, not {keys.num_tokens};"
+    f"   the user without a history gets {first}. Backward fills query.grad, of norm {model.query.grad.norm():.1e}.\n"
 )
-print(f"   the keys {padded.nbytes / 2**20:.1f} MiB, not {keys.values().nbytes / 2**20:.1f} MiB;")
+
+even = (history % 2 == 0).float()  # arithmetic goes token by token, and sum(1), mean(1), amax(1) over each history
+print(f"3. The part of even items in the first histories: {[round(x, 2) for x in even.mean(1)[:5].tolist()]};")
+print(f"   history[:, -20:], the last 20 items of each, has {history[:, -20:].num_tokens} items.\n")
+
+
+def milliseconds(attention) -> float:
+    ticks = [time.perf_counter() for _ in range(6) if attention() is not None]
+    return 1000 * torch.tensor(ticks).double().diff().min().item()
+
+
+keys, query = model.keys(history).detach(), model.query.detach()
+rectangle, mask = keys.to_padded().transpose(1, 2), keys.mask()[:, None, None]
+queries = query.transpose(0, 1).expand(len(keys), -1, -1, -1)
+packed = lambda: keys.attend(query)
+padded = lambda: F.scaled_dot_product_attention(queries, rectangle, rectangle, mask).transpose(1, 2)
+print(f"4. Padding would make {mask.numel()} tokens of {keys.num_tokens}, and {rectangle.nbytes >> 20} MiB of keys")
 print(
-    f"   attention {1000 * (end - middle):.1f} ms, not {1000 * (middle - start):.1f} ms. Results differ by {gap:.0e}."
+    f"   of {keys.values().nbytes >> 20}. Attention takes {milliseconds(packed):.1f} ms; padded, {milliseconds(padded):.1f} ms."
 )
+print(f"   Where there is a history, the results differ by {(packed() - padded())[1:].abs().max():.0e}.")

@@ -33,7 +33,8 @@ class JaggedLayout:
 
     Args:
         offsets: int32 or int64 `[B + 1]`; the first is 0, none decreases, the last is the number of tokens. A batch of
-            no sequences is `[0]`. The tensor is kept, not copied: changing it in place raises at the next use.
+            no sequences is `[0]`. The tensor is kept, not copied (but for one with strides): changing it in place
+            raises at the next use.
         max_length: length that no sequence exceeds. Declaring one lets a GPU batch be used without reading its offsets
             on the host; it only sizes grids and padding, it never hides a token.
         validate: read the values and check them. For offsets on a GPU this is the one synchronisation the library
@@ -51,7 +52,7 @@ class JaggedLayout:
             fail("offsets", "of length B + 1 (a batch of no sequences is [0])", offsets, _FROM_LENGTHS)
         if max_length is not None and max_length < 0:
             fail("max_length", "at least 0", max_length)
-        self._offsets = offsets
+        self._offsets = offsets = offsets.contiguous()  # kernels count on it
         self._version = _version_of(offsets)
         self._capacity: int | None = None
         self._num_tokens: int | None = None

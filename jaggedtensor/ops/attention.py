@@ -106,8 +106,8 @@ def attend(
             implementation = choose(problem, backend).implementation
             schedules = implementation.plan(problem, key.layout, q_layout, k.shape[0], q.shape[0], train)
             return Recipe(
-                *schedules, _scale(scale, k), left, right, implementation.name, deterministic, _slack(query, key, value),
-                key.layout.is_complete,
+                *schedules, _scale(scale, k), left, right, implementation.name, deterministic,
+                _slack(query, key, value), key.layout.is_complete,
             )  # fmt: skip
 
         if (

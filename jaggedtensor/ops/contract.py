@@ -19,7 +19,8 @@ from jaggedtensor.problem import AttentionArgs, AttentionProblem, lse_dtype, lse
 _lib = torch.library.Library("jaggedtensor", "FRAGMENT")
 _ARGS = (
     "Tensor q, Tensor k, Tensor v, Tensor? q_offsets, Tensor k_offsets, Tensor[] forward_schedule, "
-    "Tensor[] backward_schedule, float scale, int left, int right, str backend, bool deterministic, bool slack, bool complete"
+    "Tensor[] backward_schedule, float scale, int left, int right, str backend, bool deterministic, bool slack, "
+    "bool complete"
 )
 _lib.define(f"attend_fwd({_ARGS}) -> (Tensor, Tensor)")
 _lib.define(
@@ -118,7 +119,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         q, k, v, out, lse, q_offsets, k_offsets, *schedule = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
         nothing = [None] * (len(ctx.needs_input_grad) - 3)
@@ -144,7 +145,7 @@ class _AttendBackward(torch.autograd.Function):
         return _below_autograd(attend_bwd, _backward, args)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         fail(
             "the order of derivative of attention",
             "1",

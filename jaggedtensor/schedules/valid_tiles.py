@@ -64,6 +64,11 @@ class _Side:
         """Blocks of a sequence, at most."""
         return self.blocks_in(self.bounds.longest)
 
+    @property
+    def surely_most_blocks(self) -> int:
+        """The same, even if a sequence is longer than its layout declares."""
+        return self.blocks_in(self.lengths if isinstance(self.lengths, int) else self.bounds.tokens)
+
     def blocks_in(self, tokens):
         return (tokens * self.per_token + (self.block - 1)) // self.block
 
@@ -188,12 +193,12 @@ def _units_of_whole_sequences(stays: _Side, passes: _Side, ahead: int, batch: in
     each = _of(passing, sequence)
     weight = each if isinstance(each, Tensor) else None if each == 1 else torch.full_like(sequence, each)
     cost = cost[sequence].masked_fill_(surplus, 0)
-    return Units(rows, cost, passes.most_blocks * stays.most_blocks, weight, count)
+    return Units(rows, cost, passes.surely_most_blocks * stays.surely_most_blocks, weight, count)
 
 
 def _units(axis: TileAxis, stays: _Side, passes: _Side, back: int, ahead: int, capacity: int, batch: int) -> Units:
     """One unit for each stationary block that sees something. A token s sees those from `s + d - back` to
-    `s + d + ahead`, where d is what the passing side is longer: the rule of DESIGN's contract 3, which the exchange of
+    `s + d + ahead`, where d is what the passing side is longer: contract 3 of the design, which the exchange of
     queries and keys turns into itself with `back` and `ahead` exchanged."""
     all_blocks = stays.blocks_in(stays.lengths)
     filled = all_blocks - _first_block(stays, passes, ahead)
@@ -228,7 +233,8 @@ def _units(axis: TileAxis, stays: _Side, passes: _Side, back: int, ahead: int, c
     cost = (~surplus) * (end - begin)
     ranges = (block, block + 1, begin, end) if axis is TileAxis.QUERY else (begin, end, block, block + 1)
     weight = None if axis is TileAxis.QUERY else cost
-    return Units(_rows(sequence, ranges, surplus), cost, passes.most_blocks, weight, count.clamp(max=capacity))
+    rows = _rows(sequence, ranges, surplus)
+    return Units(rows, cost, passes.surely_most_blocks, weight, count.clamp(max=capacity))
 
 
 def _rows(sequence: Tensor, ranges: tuple[Tensor | int, ...], surplus: Tensor) -> Tensor:

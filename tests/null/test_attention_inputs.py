@@ -17,7 +17,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 
 def run(q, k, v, weight=None, **options):
     """out, lse, dq, dk, dv with packed leaves."""
-    tensors = [(x.values() if isinstance(x, JaggedTensor) else x).detach().requires_grad_() for x in (q, k, v)]
+    tensors = [packed_of(x).detach().requires_grad_() for x in (q, k, v)]
     q, k, v = (x.with_values(t) if isinstance(x, JaggedTensor) else t for x, t in zip((q, k, v), tensors, strict=True))
     out, lse = attend(q, k, v, return_lse=True, **options)
     out = out.values() if isinstance(out, JaggedTensor) else out
@@ -28,6 +28,10 @@ def run(q, k, v, weight=None, **options):
 def assert_all_equal(got, expected, names=("out", "lse", "dq", "dk", "dv")):
     for mine, theirs, name in zip(got, expected, names, strict=True):
         assert torch.equal(mine, theirs), name
+
+
+def packed_of(x):
+    return x.values() if isinstance(x, JaggedTensor) else x
 
 
 # -- slack -------------------------------------------------------------------------------------------------------------
@@ -212,14 +216,35 @@ def test_truncated_views_of_a_larger_leaf_leave_its_tail_alone(backend):
         assert x.grad[:12].any()
 
 
+@kinds
+def test_gradients_are_compact_whatever_the_inputs_were(kind):
+    """STR-10: the strides of an input are not those of its gradient."""
+    inputs = AttentionCase((4, 0, 2), query=kind, q_lengths=(1, 2, 3)).inputs()
+    leaves = [strided(packed.detach(), "odd row pitch").requires_grad_() for packed in map(packed_of, inputs)]
+    boxes = [x.with_values(y) if isinstance(x, JaggedTensor) else y for x, y in zip(inputs, leaves, strict=True)]
+    out = packed_of(attend(*boxes))
+    for grad, leaf in zip(torch.autograd.grad(out.square().sum(), leaves), leaves, strict=True):
+        assert not leaf.is_contiguous()
+        assert grad.is_contiguous()
+
+
 @backends
-def test_gradients_are_compact_whatever_the_inputs_were(backend):
-    """STR-10: strides of an input are not those of its gradient."""
-    v = random_tensor(6, 2, 72, seed=2)[:, :, :8].requires_grad_()
-    k = make_jagged([4, 2], 2, 8, requires_grad=True)
-    attend(random_tensor(3, 2, 8), k, k.with_values(v), backend=backend).sum().backward()
-    (grad,) = (x.grad for x in [v] if x.is_leaf) if v.is_leaf else (torch.zeros(6, 2, 8),)
-    assert grad.shape == (6, 2, 8)
+@kinds
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_are_read_with_their_strides_and_nothing_beyond_them(dtype, kind, backend):
+    """EMP-12: offsets in the middle of a buffer of poison."""
+    case = AttentionCase((4, 0, 2), query=kind, q_lengths=(1, 2, 3), causal=True, dtype=torch.float64)
+    inputs = case.inputs()
+    expected = run(*inputs, causal=True, backend=backend)
+    moved = []
+    for x in inputs:
+        if isinstance(x, JaggedTensor):
+            buffer = torch.full((12,), torch.iinfo(dtype).max, dtype=dtype)
+            buffer[3:11:2] = x.offsets()
+            x = JaggedTensor(x.values(), buffer[3:11:2])
+        moved.append(x)
+    for mine, theirs in zip(run(*moved, causal=True, backend=backend), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -255,6 +255,9 @@ def test_an_in_place_change_of_offsets_is_detected(use):
 def test_offsets_given_are_kept_and_not_copied():
     offsets = offsets_of([3, 2])
     assert JaggedLayout(offsets).offsets() is offsets
+    strided = torch.tensor([0, 7, 3, 7, 5, 7])[::2]
+    assert JaggedLayout(strided).offsets().is_contiguous()
+    assert JaggedLayout(strided).offsets().tolist() == [0, 3, 5]
 
 
 # -- static storage ----------------------------------------------------------------------------------------------------

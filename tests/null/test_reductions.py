@@ -234,3 +234,16 @@ def test_anomaly_detection_finds_no_nan_in_slack(name):
         result = getattr(jt, name)(1)
         result = result.values() if isinstance(result, JaggedTensor) else result[result.isfinite()]
         result.sum().backward()
+
+
+@pytest.mark.parametrize("name", [*OF_ONE, *SCANS])
+def test_offsets_may_be_a_view_of_something_larger(name):
+    """EMP-12: neither strides nor neighbours of offsets are taken for granted."""
+    buffer = torch.full((14,), -(2**40))
+    buffer[2:12:2] = torch.tensor([0, 3, 3, 4, 6])
+    values = make_jagged([6], 2, slack=2).values()
+    mine = getattr(JaggedTensor(values, buffer[2:12:2]), name)(1)
+    theirs = getattr(JaggedTensor(values, torch.tensor([0, 3, 3, 4, 6])), name)(1)
+    if isinstance(mine, JaggedTensor):
+        mine, theirs = mine.values(), theirs.values()
+    torch.testing.assert_close(mine, theirs, equal_nan=True)

@@ -376,6 +376,14 @@ def test_more_tokens_than_declared_are_refused_or_served(kind):
     assert sum(row.kv_end - row.kv_begin for row in rows) == 6
 
 
+@pytest.mark.parametrize("kind", ScheduleKind)
+def test_a_sequence_longer_than_declared_loses_no_block(kind):
+    """Costs are sorted as integers that hold what there may be, not what was declared."""
+    layout = JaggedLayout(offsets_of([3, 40_000, 70_000]), max_length=10, validate=False)
+    rows = tiles_of(layout.schedule(kind, q_len=1, heads=1, workers=2, block_kv=1))
+    assert sum(row.kv_end - row.kv_begin for row in rows) == 110_003
+
+
 def test_a_mask_loses_no_block_to_a_wrong_max_length():
     message = "blocks of keys in a sequence must be at most 2, as max_length allows, got more; use a larger one"
     with pytest.raises(ValueError, match=message):
