@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from jaggedtensor.errors import check_integers, check_same_device, fail, is_readable
@@ -389,7 +390,7 @@ class JaggedLayout:
 
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that every tensor reachable from here is in use on `stream`."""
-        for tensor in (self._offsets, *self._derived.values(), *self._schedules.tensors()):
+        for tensor in tree_leaves([self._offsets, list(self._derived.values()), self._schedules.tensors()]):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)
 
