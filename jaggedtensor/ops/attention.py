@@ -207,7 +207,7 @@ def _check_ranks(query: Tensor | JaggedTensor, q: Tensor, k: Tensor, v: Tensor, 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = k.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         if not any(x.dtype == torch.float64 for x in (q, k, v)) and all(x.is_floating_point() for x in (q, k, v)):
             return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -19,8 +19,8 @@ Q_LENGTHS = (200, 3, 0, 65, 1, 77)
 
 
 def check(case):
-    # In fp32 a kernel sums one key after the other, where the formula on a CPU sums pairwise.
-    multiple = 6.0 if case.dtype == torch.float32 else 3.0
+    # In fp32 the kernel sums in order, where the formula on a CPU sums pairwise, and ex2 is good to two units.
+    multiple = 10.0 if case.dtype == torch.float32 else 3.0
     assert_attention_within_budget(case, case.run(BACKEND, "cuda"), multiple=multiple)
 
 

@@ -1,5 +1,5 @@
-"""The portable kernels in Triton's interpreter: `TRITON_INTERPRET=1 python -m pytest tests/interpret`, which `make test`
-runs as a process of its own, since Triton reads the variable when it is imported."""
+"""The portable kernels in Triton's interpreter: `TRITON_INTERPRET=1 python -m pytest tests/interpret`, which
+`make test` runs as a process of its own, since Triton reads the variable when it is imported."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +32,7 @@ def _pretend(processors):
 
 @pytest.fixture(scope="session")
 def gpu():
-    """`with gpu(processors):` kernels get the blocks and workers that they would get on an H200 of so many processors."""
+    """`with gpu(processors):` kernels get the blocks and workers that they would get on a smaller H200."""
     return _pretend
 
 

@@ -146,6 +146,20 @@ def test_functions_of_several_operands(jt, data):
         assert_same_as_loop(function, lambda xs, ys, f=function: each(f, xs, ys), [jt, other])
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (1, 1, 3), ("B", 1, 3)], ids=str)
+@given(jt=batches((3,)))
+def test_slack_has_no_part_in_the_gradient_of_a_dense_operand(shape, jt):
+    """Even of a function that has no derivative at 0, of which slack is made: 0 * inf."""
+    weight = random_tensor(*(jt.batch_size if n == "B" else n for n in shape), seed=5)
+    whole = lambda w: w.expand(jt.batch_size, 1, 3)
+    assert_same_as_loop(
+        lambda jt, w: torch.xlogy(w, jt.abs()),
+        lambda xs, w: [torch.xlogy(whole(w)[i], x.abs()) for i, x in enumerate(xs)],
+        [jt],
+        [weight],
+    )
+
+
 @given(batches((2, 6)))
 def test_the_shape_of_features_may_change(jt):
     for function in (
