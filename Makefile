@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # One stamp for each choice of torch: another TORCH, or a change of dependencies, installs anew.
 STAMP := $(VENV)/.installed-$(subst /,_,$(TORCH))
 
-.PHONY: quickstart test lint venv bench-cpu clean
+.PHONY: quickstart test lint venv bench-cpu gpu-test compile-check clean
 
 venv: $(STAMP)
 
@@ -23,7 +23,16 @@ quickstart: venv
 	$(BIN)/python examples/quickstart.py
 
 test: venv
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --ignore=tests/interpret
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/interpret
+
+# On a machine with a GPU, in whatever environment has torch for it.
+gpu-test:
+	$(PYTHON) -m pytest tests/gpu
+
+# Every configuration of the portable kernels, for GPUs that need not be there: about an hour on two cores.
+compile-check: venv
+	$(BIN)/python benchmarks/compile_check.py
 
 lint: venv
 	$(BIN)/ruff check .
