@@ -239,8 +239,8 @@ def draw(losses: list[float], path: Path) -> None:
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     width = max(1, len(losses) // 50)
+    mean = torch.tensor(losses).unfold(0, width, 1).mean(1).tolist()
     axes.plot(losses, color="lightsteelblue", linewidth=0.8, label="each step")
-    mean = torch.tensor(losses).unfold(0, width, 1).mean(1)
     axes.plot(range(width - 1, len(losses)), mean, color="navy", label=f"mean of {width}")
     axes.set(xlabel="step", ylabel="cross-entropy of the next item")
     axes.legend()
@@ -265,12 +265,11 @@ def main(argv: list[str] | None = None) -> int:
 
     source = args.data or (None if args.invent else find_movielens())
     data = Split(read_log(source) if source else invent_histories(args.invent or 1500, args.seed))
-    lengths = torch.tensor([len(history) for history in data.histories])
+    lengths = [len(history) for history in data.histories]
+    origin = source.name if source else "INVENTED histories (for MovieLens-100k: pip install --no-deps recbole==1.2.1)"
+    print(f"data: {origin}")
     print(
-        f"data: {source.name if source else 'INVENTED histories (pip install --no-deps recbole==1.2.1 for real ones)'}"
-    )
-    print(
-        f"{len(lengths)} users of {lengths.min()} to {lengths.max()} events, {lengths.sum()} in all, {data.items} items"
+        f"{len(lengths)} users, {min(lengths)} to {max(lengths)} events each, {sum(lengths)} in all, {data.items} items"
     )
     print(f"every item is ranked{', but for those that the user has had' if data.exclude_seen else ''}")
 

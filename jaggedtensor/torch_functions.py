@@ -91,6 +91,8 @@ def pointwise(func: Function, *args: Any, **kwargs: Any) -> Any:
             "out", "absent for jagged operands", "a tensor", "use the returned JaggedTensor", error=NotImplementedError
         )
     jt = next(a for a in (*args, *kwargs.values()) if isinstance(a, JaggedTensor))
+    if func.__name__ == "where" and len(args) + len(kwargs) < 3:
+        fail("the operands of where", "a condition and two to choose from", "one", "see jt.map_values for a function")
     operands = [align(a, jt, f"operand {i}") for i, a in enumerate(args)]
     options = {name: align(value, jt, name) for name, value in kwargs.items()}
     if func.__name__ in DIVISIONS and len(operands) == 2:
@@ -266,7 +268,9 @@ def along_feature(func: Function, jt: JaggedTensor, *args: Any, dim: int | None 
 
 
 def along_feature_or_all(func: Function, jt: JaggedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Functions that reduce everything when no dimension is named."""
+    """Functions that reduce everything when no dimension is named; max and min also take two operands."""
+    if not isinstance(jt, JaggedTensor) or (args and isinstance(args[0], (JaggedTensor, Tensor))):
+        return pointwise(func, jt, *args, **kwargs)
     if not args and kwargs.get("dim") is None:
         return func(jt.values()[: jt.num_tokens])
     return along_feature(func, jt, *args, **kwargs)

@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaggedtensor import JaggedTensor
@@ -27,6 +27,7 @@ def each(function, *lists):
 
 
 @pytest.mark.parametrize("op", [*ARITHMETIC, operator.pow, *COMPARISONS], ids=name_of)
+@settings(max_examples=15)
 @given(jt=batches())
 def test_a_scalar_stands_beside_every_element(op, jt):
     for scalar in (2, 0.5, torch.tensor(3.0, dtype=torch.float64)):
@@ -37,6 +38,7 @@ def test_a_scalar_stands_beside_every_element(op, jt):
 
 
 @pytest.mark.parametrize("op", [*ARITHMETIC, *COMPARISONS], ids=name_of)
+@settings(max_examples=15)
 @given(jt=batches(), data=st.data())
 def test_two_batches_of_one_structure_meet_token_by_token(op, jt, data):
     """Whatever the slack of each."""
@@ -48,6 +50,7 @@ def test_two_batches_of_one_structure_meet_token_by_token(op, jt, data):
 @pytest.mark.parametrize(
     "shape", [(3,), (2, 3), (1, 2, 3), (1, 1, 3), (1, 1, 2, 3), ("B", 1, 2, 3), ("B", 1, 1, 1)], ids=str
 )
+@settings(max_examples=15)
 @given(jt=batches((2, 3)))
 def test_a_dense_operand_is_aligned_from_the_right(op, shape, jt):
     dense = random_tensor(*(jt.batch_size if n == "B" else n for n in shape), seed=5)
@@ -76,6 +79,7 @@ def test_one_number_for_each_sequence_needs_an_axis_for_its_tokens(jt):
 
 
 @pytest.mark.parametrize("op", OF_INTEGERS, ids=name_of)
+@settings(max_examples=15)
 @given(jt=batches(dtype=torch.int64), data=st.data())
 def test_operators_of_integers(op, jt, data):
     other = data.draw(batches(tuple(jt.values().shape[1:]), dtype=torch.int64, of_lengths=jt.lengths().tolist()))
@@ -98,6 +102,7 @@ UNARY = [
 
 
 @pytest.mark.parametrize("function", UNARY)
+@settings(max_examples=15)
 @given(jt=batches((3, 4)))
 def test_functions_of_a_token_apply_to_every_token(function, jt):
     assert_same_as_loop(function, lambda xs: [function(x) for x in xs], [jt])
@@ -111,6 +116,7 @@ def test_functions_of_a_token_apply_to_every_token(function, jt):
     ],
     ids=lambda module: type(module).__name__,
 )  # fmt: skip
+@settings(max_examples=15)
 @given(jt=batches((3, 4)))
 def test_activation_modules_take_a_batch(module, jt):
     assert_same_as_loop(module, lambda xs: [module(x) for x in xs], [jt])
@@ -137,6 +143,8 @@ def test_functions_of_several_operands(jt, data):
     for function in (
         torch.maximum,
         torch.minimum,
+        torch.max,
+        torch.min,
         torch.atan2,
         lambda a, b: torch.lerp(a, b, 0.25),
         lambda a, b: torch.addcmul(a, b, b, value=0.5),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaggedtensor import JaggedTensor
@@ -122,6 +122,7 @@ INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 @pytest.mark.parametrize("name", ["sum", "amax", "amin", "cumsum"])
+@settings(max_examples=15)
 @given(st.data())
 def test_integers_give_what_torch_gives(dtype, name, data):
     jt = data.draw(batches(dtype=dtype))

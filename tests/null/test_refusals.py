@@ -375,6 +375,11 @@ def test_one_row_for_each_of_one_sequence_is_no_chance_alignment():
     ("call", "error", "message"),
     [
         (
+            lambda jt: torch.where(jt > 0),
+            ValueError,
+            "the operands of where must be a condition and two to choose from",
+        ),
+        (
             lambda jt: jt @ torch.zeros(3, 4, 2),
             ValueError,
             r"the dense operand of matmul must be of at most 2 dimensions, .*jt.unbind\(\)",
