@@ -3,9 +3,10 @@
     python benchmarks/compile_check.py                 # sm_80, sm_86, sm_90, sm_100 and gfx942; an hour on two cores
     python benchmarks/compile_check.py --arch sm_90    # one of them
 
-A row for each kernel that a problem launches: blocks, warps and stages; registers and stack (bytes of local memory: what
-does not fit into registers) of a thread; shared memory of a block, as compiled and as `config` had estimated it. Exits with
-1 if one does not compile, takes more shared memory than a block may have, or spills more than SPILLS allows.
+A row for each kernel that a problem launches: blocks, warps and stages; registers and stack (bytes of local memory:
+what does not fit into registers) of a thread; shared memory of a block, as compiled and as `config` had estimated it.
+Exits with 1 if one does not compile, takes more shared memory than a block may have, or spills more than SPILLS
+allows.
 """
 
 from __future__ import annotations

@@ -199,6 +199,7 @@ class Child:
         return json.loads(line)
 
     def take_turn(self) -> None:
+        time.sleep(0.03)  # threads of the one before stop spinning
         print(file=self.process.stdin, flush=True)
         self.passes.append(self.answer())
 

@@ -169,15 +169,15 @@ class Call:
         total: Bounded | None = None
         for b in range(len(self.keys)) if sequences is None else sequences:
             rows = slice(ends[b], ends[b + 1])
-            mine = slice(q_ends[b], q_ends[b + 1]) if jagged else b
-            q_rows = slice(None) if broadcast else mine
-            grad_lse = self.grad_lse[mine] if jagged else self.grad_lse[mine].T
+            part: Any = slice(q_ends[b], q_ends[b + 1]) if jagged else b
+            q_rows = slice(None) if broadcast else part
+            grad_lse = self.grad_lse[part] if jagged else self.grad_lse[part].T
             wanted = bounded_attention(
-                q[q_rows], k[rows], v[rows], self.grad_out[mine], grad_lse, scale=scale, left=left, right=right
+                q[q_rows], k[rows], v[rows], self.grad_out[part], grad_lse, scale=scale, left=left, right=right
             )
             found = {
-                "out": got.out[mine],
-                "lse": got.lse[mine] if jagged else got.lse[mine].T,
+                "out": got.out[part],
+                "lse": got.lse[part] if jagged else got.lse[part].T,
                 "dk": got.dk[rows],
                 "dv": got.dv[rows],
             }
@@ -188,7 +188,7 @@ class Call:
                     else Bounded(*(x + y for x, y in zip(total, wanted["dq"], strict=True)))
                 )
             else:
-                found["dq"] = got.dq[mine]
+                found["dq"] = got.dq[part]
             for name, value in found.items():
                 assert_within(value, wanted[name], f"{name} of sequence {b}")
         if broadcast and sequences is None:

@@ -87,14 +87,14 @@ def recorded_launches(run: bool = True) -> Iterator[list[Launch]]:
     for module, name, kernel in kernels:
         setattr(module, name, _Recorder(kernel, launches, run))
     for module, _ in through:
-        module.launch = _launch
+        module.launch = _launch  # type: ignore[attr-defined]
     try:
         yield launches
     finally:
         for module, name, kernel in kernels:
             setattr(module, name, kernel)
         for module, launch in through:
-            module.launch = launch
+            module.launch = launch  # type: ignore[attr-defined]
 
 
 def _launch(kernel: Any, programs: int, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -366,6 +366,23 @@ def test_operations_on_static_storage_follow_its_refill(name):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_attention_on_static_storage_follows_its_refill(backend):
+    """CUG-01, AUT-02: what a call was planned with is not kept for other lengths."""
+    layout, queries = static(), static()
+    keys = JaggedTensor(torch.randn(8, 2, 4, dtype=torch.float64), layout)
+    jagged = JaggedTensor(torch.randn(8, 2, 4, dtype=torch.float64), queries)
+    shared = torch.randn(3, 2, 4, dtype=torch.float64)
+    for lengths in ([3, 0, 2], [0, 5, 3], [1, 1, 1], [0, 0, 0]):
+        layout.copy_(offsets_of(lengths))
+        queries.copy_(offsets_of(lengths[::-1]))
+        fresh = JaggedTensor(keys.values(), offsets_of(lengths))
+        fresh_query = JaggedTensor(jagged.values(), offsets_of(lengths[::-1]))
+        torch.testing.assert_close(keys.attend(shared, backend=backend), fresh.attend(shared, backend=backend))
+        mine, theirs = (k.attend(q, causal=True, backend=backend) for k, q in ((keys, jagged), (fresh, fresh_query)))
+        torch.testing.assert_close(mine.values(), theirs.values())
+
+
 # -- shown -------------------------------------------------------------------------------------------------------------
 
 
