@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
 
     source = args.data or (None if args.invent else find_movielens())
-    data = Split(read_log(source) if source else invent_histories(args.invent or 1500, args.seed))
+    data = Split(read_log(source) if source else invent_histories(args.invent or 1000, args.seed))
     lengths = [len(history) for history in data.histories]
     origin = source.name if source else "INVENTED histories (for MovieLens-100k: pip install --no-deps recbole==1.2.1)"
     print(f"data: {origin}")
