@@ -1,0 +1,24 @@
+"""What Gluon kernels take from Triton, and the names that differ between the versions they run on, 3.8 and 3.9.
+
+Every Gluon family imports from here; older versions of Triton don't get this far (`dispatch.GLUON_NEEDS`).
+"""
+
+from triton.experimental import gluon as gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier as mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import tma as tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
+
+_REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # 3.9
+
+
+@gluon.jit
+def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same bytes of shared memory with another dtype, shape and layout."""
+    if _REINTERPRETS:
+        return buffer.reinterpret(dtype, shape, layout)
+    else:
+        return buffer._reinterpret(dtype, shape, layout)

@@ -1,0 +1,103 @@
+"""Buffers of shared memory between roles, with full and empty mbarriers.
+
+A role walks a channel with a counter of its own. The writer acquires empty slots, readers full ones; a reader releases
+a slot when it has read it. A phase of a full barrier ends with the bytes that the writer said it expects, or with an
+arrival of each writer; a phase of an empty barrier with a release of each reader.
+
+    writer:  slot, at = channel.acquire_empty(at); slot.load(desc, [row, 0])
+    reader:  slot, at = channel.acquire_full(at);  ... slot.buffer ...;  slot.release()
+"""
+
+from jaggedtensor.kernels.shared.dsl import gl, gluon, mbarrier, tma
+
+
+@gluon.aggregate
+class Counter:
+    """A place in a ring of `depth` slots, and the parity of the lap, which mbarriers count phases by."""
+
+    index: gl.tensor
+    phase: gl.tensor
+    depth: gl.constexpr
+
+    @gluon.jit
+    def next(self):
+        """The place after it."""
+        index = self.index + 1
+        last = index == self.depth
+        return Counter(gl.where(last, 0, index), gl.where(last, self.phase ^ 1, self.phase), self.depth)
+
+
+@gluon.aggregate
+class Slot:
+    """One buffer that a role has acquired."""
+
+    buffer: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def load(self, descriptor, place):
+        """Fill it by TMA with the block of `descriptor` at `place`; the slot is full when all bytes are there."""
+        mbarrier.expect(self.full, descriptor.nbytes_per_cta)
+        tma.async_load(descriptor, place, self.full, self.buffer)
+
+    @gluon.jit
+    def publish(self):
+        """A writer that fills by ordinary stores (after its `fence_async_shared`) has filled its part."""
+        mbarrier.arrive(self.full, count=1)
+
+    @gluon.jit
+    def release(self):
+        """A reader has done with it."""
+        mbarrier.arrive(self.empty, count=1)
+
+
+@gluon.aggregate
+class Channel:
+    """A ring of buffers `[depth, *shape]`."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    depth: gl.constexpr
+
+    @gluon.jit
+    def start(self):
+        """The counter that a role begins with."""
+        return Counter(gl.to_tensor(0), gl.to_tensor(0), self.depth)
+
+    @gluon.jit
+    def slot(self, at):
+        """The slot at a counter, without waiting."""
+        return Slot(self.buffers.index(at.index), self.full.index(at.index), self.empty.index(at.index))
+
+    @gluon.jit
+    def acquire_empty(self, at):
+        """Wait until all readers have released the slot. The slot, and the counter after it."""
+        mbarrier.wait(self.empty.index(at.index), at.phase ^ 1)
+        return self.slot(at), at.next()
+
+    @gluon.jit
+    def acquire_full(self, at):
+        """Wait until the slot is filled. The slot, and the counter after it."""
+        mbarrier.wait(self.full.index(at.index), at.phase)
+        return self.slot(at), at.next()
+
+
+@gluon.jit
+def make_channel(
+    dtype: gl.constexpr,
+    shape: gl.constexpr,
+    layout: gl.constexpr,
+    depth: gl.constexpr,
+    readers: gl.constexpr = 1,
+    writers: gl.constexpr = 1,
+):
+    """A channel of `depth` buffers of `shape`; `readers` and `writers` count the roles that arrive for each phase."""
+    buffers = gl.allocate_shared_memory(dtype, [depth] + shape, layout)
+    full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(depth):
+        mbarrier.init(full.index(i), count=writers)
+        mbarrier.init(empty.index(i), count=readers)
+    return Channel(buffers, full, empty, depth)
