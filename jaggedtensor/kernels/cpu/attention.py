@@ -20,6 +20,9 @@ from torch import Tensor
 from jaggedtensor.kernels.cpu.batch import Batch, Block, Group
 from jaggedtensor.kernels.cpu.rows import Many, One, finished
 
+# What scaled_dot_product_attention calls on a CPU; it gives lse too, and reads strided rows where they lie.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 def forward(
     q: Tensor,
@@ -51,8 +54,14 @@ def forward(
         keys, values = group.keys.take(packed_k, wide), group.keys.take(packed_v, wide)
         for block in group.blocks:
             rows, results = group.rows(block)
-            s, p = _probabilities(queries.take(group, rows), _seen(keys, block), batch, group, block)
-            results.put(packed_out, torch.bmm(p.mT, _seen(values, block)))
+            query, seen = queries.take(group, rows), _seen(values, block)
+            if _is_plain(query, seen, group):
+                some_out, some_lse = _flash(query[None], keys[None], seen[None], scale=1.0)  # (1, H, M, E), (1, H, M)
+                results.put(packed_out, some_out[0])
+                results.put(packed_lse, some_lse[0, :, :, None])
+                continue
+            s, p = _probabilities(query, _seen(keys, block), batch, group, block)
+            results.put(packed_out, torch.bmm(p.mT, seen))
             room = results.room(packed_lse, wide)
             torch.sub(s.amax(1), p.amax(1).log_(), out=room.squeeze(2))
             results.put(packed_lse, room)
@@ -180,6 +189,11 @@ class _KeyGradient:
 
     def finished(self) -> Tensor:
         return finished(self.rows, self.length, self.batch.num_keys, 0)
+
+
+def _is_plain(q: Tensor, v: Tensor, group: Group) -> bool:
+    """Whether every query of a sequence that goes alone sees every key."""
+    return group.keys.count == 1 and not group.hides and q.shape[2] == v.shape[2]
 
 
 def _probabilities(q: Tensor, k: Tensor, batch: Batch, group: Group, block: Block) -> tuple[Tensor, Tensor]:
