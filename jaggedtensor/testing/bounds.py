@@ -4,7 +4,7 @@ The bounds follow from how a kernel computes, by a running error analysis (Higha
 Algorithms", 2002, chapter 3): products and sums in fp32; P and dS rounded to the dtype of the inputs before they enter
 a product; P of backward from a stored lse. With e the epsilon of fp32, u that of the dtype, and |.| of every factor:
 
-    P    relative error r = e (4 + 2 |scale| |q||k| + 2 |lse|), and u for its rounding
+    P    relative error r = e (4 + (2 + D/32) |scale| |q||k| + 2 |lse|), and u for its rounding
     out  P (r + u) |v|                        lse  the largest r of its row
     dS   P (|dP - delta| (r + u) + 4 e |dP| + (u + 4 e) |delta|),   delta from an out that is rounded already
     dv   (P (r + u))^T |dO|       dk  |scale| dS^T |q|       dq  |scale| dS |k|       and u of each result
@@ -15,7 +15,7 @@ So a result near 0 must be as near to it as the terms that cancel there allow, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from jaggedtensor.ops.attention import _window, attend
 from jaggedtensor.ops.reference import visible_keys
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase, AttentionResult
+from jaggedtensor.testing.cases import offsets_of
 
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 1e-35, torch.float32: 1e-35}  # what underflows, with room
 
@@ -65,7 +66,8 @@ def bounded_attention(
         lse = score.logsumexp(2) if k.shape[0] else score.new_full(score.shape[:2], -math.inf)
         some = lse.masked_fill(~seen, 0)
         p = (score - some[..., None]).exp()
-        relative = e * (4 + 2 * abs(scale) * (qh.abs() @ kh.abs().T) + 2 * some.abs()[..., None])
+        sums = (2 + q.shape[2] / 32) * abs(scale) * (qh.abs() @ kh.abs().T)
+        relative = e * (4 + sums + 2 * some.abs()[..., None])
         worst = (relative * visible).amax(2, keepdim=True) if k.shape[0] else relative.new_zeros(*lse.shape, 1)
         p_error = p * (relative + u) + least * visible
         out = p @ vh
@@ -129,6 +131,41 @@ class Call:
             grad_out[query.num_tokens :] = math.nan
             grad_lse[query.num_tokens :] = math.nan
         return cls(query, keys, values, options, grad_out, grad_lse)
+
+    @classmethod
+    def random(
+        cls,
+        k_lengths: Sequence[int],
+        query: int | Sequence[int],
+        *,
+        heads: tuple[int, int] = (2, 2),
+        dims: tuple[int, int] = (64, 64),
+        dtype: torch.dtype = torch.bfloat16,
+        per_sequence: bool = False,
+        slack: int = 0,
+        offsets_dtype: torch.dtype = torch.int64,
+        device: torch.device | str = "cuda",
+        seed: int = 0,
+        **options: Any,
+    ) -> Call:
+        """Made on the device, for batches that would take long on a CPU. `query`: a number of rows, or lengths."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+        def draw_jagged(lengths: Sequence[int], heads: int, dim: int) -> JaggedTensor:
+            values = draw(sum(lengths) + slack, heads, dim)
+            values[sum(lengths) :] = math.nan
+            return JaggedTensor(values, offsets_of(lengths, offsets_dtype).to(device))
+
+        keys = draw_jagged(k_lengths, heads[1], dims[0])
+        values = keys.with_values(draw_jagged(k_lengths, heads[1], dims[1]).values())
+        if isinstance(query, int):
+            q: Tensor | JaggedTensor = draw(*([len(k_lengths)] if per_sequence else []), query, heads[0], dims[0])
+        else:
+            q = draw_jagged(query, heads[0], dims[0])
+        return cls.of(q, keys, values, seed, **options)
 
     @classmethod
     def of_case(cls, case: AttentionCase, device: torch.device | str = "cpu") -> Call:

@@ -31,7 +31,7 @@ from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase
 
-# Names that Triton and the tables use for what a block may hold, by compute capability.
+# By compute capability: A100, RTX 3090, H200, B200; and AMD's MI300X.
 GPUS = {
     (8, 0): Device("cuda", (8, 0), 108, 163 << 10),
     (8, 6): Device("cuda", (8, 6), 84, 99 << 10),
@@ -126,12 +126,12 @@ def launches_of(
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a launch. Registers and stack (bytes of local memory) of a thread are None for AMD."""
+    """What the compiler made of a launch."""
 
     launch: Launch
     shared: int  # bytes of a block
-    registers: int | None
-    stack: int | None
+    registers: int  # of a thread
+    stack: int  # bytes of local memory of a thread: what did not fit into registers
     assembly: str  # PTX, AMDGCN
 
     def __str__(self) -> str:
@@ -149,7 +149,9 @@ def compile_launch(launch: Launch, arch: tuple[int, int] | str) -> Compiled:
     with _compiling_for(target):
         made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     if isinstance(arch, str):
-        return Compiled(launch, made.metadata.shared, None, None, made.asm["amdgcn"])
+        text = made.asm["amdgcn"]
+        usage = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
+        return Compiled(launch, made.metadata.shared, usage["vgpr_count"], usage["private_segment_fixed_size"], text)
     usage = _resources(made.asm["cubin"])
     return Compiled(launch, made.metadata.shared, usage["REG"], usage["STACK"], made.asm["ptx"])
 

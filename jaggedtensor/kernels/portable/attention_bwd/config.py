@@ -1,4 +1,5 @@
-"""Which kernels serve a backward pass, and their blocks, as measured on an H200 (docs/kernels/portable.md)."""
+"""Which kernels serve a backward pass, and their blocks: measured on an H200 for half precision and D <= 128
+(docs/kernels/portable.md), elsewhere such as compile without spills to speak of (benchmarks/compile_check.py)."""
 
 from __future__ import annotations
 
@@ -25,49 +26,59 @@ def select(problem: AttentionProblem) -> Config:
     shared = problem.query is QueryKind.BROADCAST
     rows = 1 << 30 if problem.rows is None else problem.rows
     single, side = problem.dtype == torch.float32, single_side(wide)
+    hopper, tensor_memory = problem.device.arch[0] == 9, problem.device.arch[0] in (10, 11)
 
     def operands(t: Tiling, rows: int) -> int:
         return size * rows * (t.block_d + t.block_dv)
 
     def scores(t: Tiling) -> int:
-        return size * t.block_m * t.block_n
+        """P and dS, and barriers."""
+        return 2 * size * t.block_m * t.block_n + 2048
 
-    # dQ of all rows of the query must fit into the registers of one program.
-    if shared and rows * wide <= (64 * 64 if single else 128 * 128) and rows <= 128:
-        m = block_of(rows, 128)
+    # dQ of all rows of the query must fit into the registers of one program, beside Q and dO before Hopper.
+    fitting = 32 * 64 if single else 128 * 128 if hopper or tensor_memory else 128 * 64
+    if shared and rows * wide <= fitting and rows <= 128 and not (single and wide > 128):
+        m, residents = block_of(rows, 128), 1
         if single:
-            blocks, residents = Tiling(m, 32, num_warps=4, num_stages=1), 1
+            blocks = Tiling(m, 32 if wide <= 64 else 16, num_warps=8 if m > 16 else 4, num_stages=1)
+        elif wide > 128:
+            blocks = Tiling(m, 64 if hopper else 32, num_warps=8 if hopper or m > 16 else 4, num_stages=2)
         elif m == 128 and wide > 64:
-            blocks, residents = Tiling(m, 64, num_warps=8, num_stages=3), 1
-        else:
+            blocks = Tiling(m, 64 if hopper else 32, num_warps=8, num_stages=3)
+        elif hopper or m * wide < 64 * 128:
             blocks, residents = Tiling(m, 64, num_warps=4, num_stages=3 if m == 128 else 2), 2
+        else:
+            blocks = Tiling(m, 64, num_warps=8, num_stages=2)
 
         def of_broadcast(t: Tiling) -> int:
-            """Q and dO, a ring of K and V, P or dS on its way from rows to keys."""
-            return operands(t, t.block_m) + t.num_stages * operands(t, t.block_n) + scores(t)
+            """Q and dO, a ring of K and V, P and dS on their way from rows to keys; in tensor memory's way, K again."""
+            again = size * t.block_n * t.block_d if tensor_memory else 0
+            return operands(t, t.block_m) + t.num_stages * operands(t, t.block_n) + scores(t) + again
 
         tiling = tiling_of(problem, blocks, of_broadcast)
         if tiling.block_m >= rows:
             return Config(broadcast=replace(tiling, workers=_workers(problem, problem.kv_heads, residents)))
 
     if single:
-        blocks = Tiling(block_of(rows, side), side, num_warps=4, num_stages=1)
+        blocks = Tiling(block_of(rows, side), side, num_warps=8 if wide > 32 else 4, num_stages=1)
     elif wide > 128:
         blocks = Tiling(block_of(rows, 64), 64, num_warps=8, num_stages=1)
     else:
-        blocks = Tiling(block_of(rows, 64), 64, num_warps=4, num_stages=2)
+        few = wide <= 64 or hopper or tensor_memory
+        blocks = Tiling(block_of(rows, 64), 64, num_warps=4 if few else 8, num_stages=2)
 
     def of_keys(t: Tiling) -> int:
-        """K and V, a ring of Q and dO, P or dS on its way from rows to keys."""
-        return operands(t, t.block_n) + t.num_stages * operands(t, t.block_m) + scores(t)
+        """K and V, a ring of Q and dO, P and dS on their way from rows to keys; for tensor memory, Q and dO again."""
+        ring = t.num_stages + (tensor_memory and t.num_stages > 1)
+        return operands(t, t.block_n) + ring * operands(t, t.block_m) + scores(t)
 
     keys = tiling_of(problem, blocks, of_keys)
 
     residents = 1
     if single:
-        blocks = Tiling(block_of(rows, side), side, num_warps=4, num_stages=1)
+        blocks = Tiling(block_of(rows, side), 16 if wide > 64 else side, num_warps=4, num_stages=1)
     elif wide > 128:
-        blocks = Tiling(block_of(rows, 64), 64, num_warps=8, num_stages=2)
+        blocks = Tiling(block_of(rows, 64), 32, num_warps=8, num_stages=2)
     elif shared and rows > 64:
         blocks, residents = Tiling(128, 32, num_warps=4, num_stages=3), 2
     elif rows > 64:
@@ -76,8 +87,9 @@ def select(problem: AttentionProblem) -> Config:
         blocks = Tiling(block_of(rows, 64), 64, num_warps=4, num_stages=2)
 
     def of_queries(t: Tiling) -> int:
-        """Q and dO, a ring of K and V."""
-        return operands(t, t.block_m) + t.num_stages * operands(t, t.block_n)
+        """Q and dO, a ring of K and V, and barriers; for tensor memory, K again."""
+        again = size * t.block_n * t.block_d if tensor_memory else 0
+        return operands(t, t.block_m) + t.num_stages * operands(t, t.block_n) + again + 2048
 
     queries = tiling_of(problem, blocks, of_queries)
     if shared:

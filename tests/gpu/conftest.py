@@ -1,0 +1,209 @@
+"""Tests that need a CUDA GPU run in child processes under a watchdog: a kernel that hangs or faults spoils its process,
+but not the tests that come after. One child for each file, several files at a time, so that they compile side by side.
+
+    python -m pytest tests/gpu                              # all
+    JAGGEDTENSOR_GPU_CHILD=0 python -m pytest tests/gpu -k stride    # in this process, for a debugger or a sanitizer
+
+A test may say that it takes longer than a minute: `@pytest.mark.limit(seconds)`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jaggedtensor.testing.guards import poison_free_memory
+
+HERE = Path(__file__).parent
+CHILD = "JAGGEDTENSOR_GPU_CHILD"  # the number of the pipe that a child reports to
+AT_A_TIME = 8
+ALONE = ("test_schedules_gpu.py", "test_speed_gpu.py")  # which measure time
+LIMIT = 60.0  # seconds for a test, compilation included
+START = 120.0  # seconds until the first test
+SPOILED = 77  # status of a child whose GPU has faulted: nothing more can be learned from it
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "limit(seconds): how long the watchdog of GPU tests waits")
+    config.addinivalue_line("markers", "sanitize: small enough for compute-sanitizer")
+    if int(os.environ.get(CHILD, 0)):
+        config.pluginmanager.register(_Child(config, int(os.environ[CHILD])))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """What the allocator hands out next is NaN; and a fault belongs to the test that caused it."""
+    torch.cuda.synchronize()
+    poison_free_memory(1 << 26, "cuda")
+    yield
+    torch.cuda.synchronize()
+
+
+# -- the parent ------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
+    if CHILD in os.environ or session.config.option.collectonly or not torch.cuda.is_available():
+        return (yield)
+    mine = [item for item in session.items if HERE in item.path.parents]
+    session.items = [item for item in session.items if HERE not in item.path.parents]
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in mine:
+        files.setdefault(item.path, []).append(item)
+    try:
+        result = yield  # whatever is not in this folder
+        for several in (True, False):
+            _run_files(session, [items for path, items in files.items() if (path.name not in ALONE) == several])
+    finally:
+        for child in _CHILDREN:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+    return result
+
+
+_CHILDREN: list[subprocess.Popen[bytes]] = []
+
+
+def _run_files(session: pytest.Session, files: list[list[pytest.Item]]) -> None:
+    """Run files side by side, and hand on their reports as they come."""
+    waiting: queue.Queue[list[pytest.Item]] = queue.Queue()
+    for items in files:
+        waiting.put(items)
+    reports: queue.Queue[tuple[pytest.Item, Any]] = queue.Queue()
+    for _ in range(AT_A_TIME):
+        threading.Thread(target=_serve, args=(waiting, reports), daemon=True).start()
+    hook, missing = session.config.hook, {item.nodeid for items in files for item in items}
+    while missing:
+        item, data = reports.get()
+        if isinstance(data, str):
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", data, "call")
+        else:
+            report = hook.pytest_report_from_serializable(config=session.config, data=data)
+        if report.when == "setup":
+            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        hook.pytest_runtest_logreport(report=report)
+        if report.when == "teardown" or isinstance(data, str):
+            missing.discard(item.nodeid)
+            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+def _serve(waiting: queue.Queue[list[pytest.Item]], reports: queue.Queue[tuple[pytest.Item, Any]]) -> None:
+    while True:
+        try:
+            left = waiting.get_nowait()
+        except queue.Empty:
+            return
+        while left:
+            left = _run(left, reports)
+
+
+def _run(items: list[pytest.Item], reports: queue.Queue[tuple[pytest.Item, Any]]) -> list[pytest.Item]:
+    """Run tests in a child until it ends or has to be ended; those that it did not come to."""
+    by_id = {item.nodeid: item for item in items}
+    read, write = os.pipe()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(items[0].config.rootpath),
+    ]
+    child = subprocess.Popen(
+        [*command, *by_id],
+        cwd=items[0].config.rootpath,
+        env={**os.environ, CHILD: str(write)},
+        pass_fds=(write,),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    _CHILDREN.append(child)
+    os.close(write)
+    said: list[bytes] = []
+    assert child.stdout is not None
+    listener = threading.Thread(target=said.extend, args=(child.stdout,), daemon=True)
+    listener.start()
+    current: pytest.Item | None = None
+    verdict = ""
+    limit, begin = START, time.monotonic()
+    with os.fdopen(read, "rb", buffering=0) as pipe, selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        text = b""
+        while True:
+            if not selector.select(max(0.0, begin + limit - time.monotonic())):
+                verdict = f"no end after {limit:.0f} s: killed by the watchdog"
+                break
+            more = os.read(pipe.fileno(), 1 << 16)
+            if not more:
+                break
+            *lines, text = (text + more).split(b"\n")
+            for line in lines:
+                nodeid, data = json.loads(line)
+                current = by_id[nodeid]
+                if data is None:
+                    marker = current.get_closest_marker("limit")
+                    limit, begin = (marker.args[0] if marker else LIMIT), time.monotonic()
+                else:
+                    reports.put((current, data))
+                    if data["when"] == "teardown":
+                        del by_id[nodeid]
+                        current, limit, begin = None, START, time.monotonic()
+    if verdict:
+        os.killpg(child.pid, signal.SIGKILL)
+    status = child.wait()
+    listener.join()
+    child.stdout.close()
+    if not by_id:
+        return []
+    if status == SPOILED and current is None:
+        return list(by_id.values())
+    verdict = verdict or f"the process ended with status {status}"
+    output = b"".join(said).decode(errors="replace")[-4000:]
+    failed = current if current is not None else next(iter(by_id.values()))
+    del by_id[failed.nodeid]
+    reports.put((failed, f"{verdict}\n{output}"))
+    return list(by_id.values())
+
+
+# -- the child -------------------------------------------------------------------------------------------------------
+
+
+class _Child:
+    def __init__(self, config: pytest.Config, pipe: int) -> None:
+        self.config, self.pipe = config, pipe
+
+    def _tell(self, nodeid: str, data: Any) -> None:
+        os.write(self.pipe, json.dumps([nodeid, data]).encode() + b"\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._tell(nodeid, None)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        hook = self.config.hook
+        self._tell(report.nodeid, hook.pytest_report_to_serializable(config=self.config, report=report))
+        if report.failed and report.when == "teardown":
+            os._exit(SPOILED)
