@@ -1,7 +1,9 @@
 """What Gluon kernels take from Triton, and the names that differ between the versions they run on, 3.8 and 3.9.
 
-Every Gluon family imports from here; older versions of Triton don't get this far (`dispatch.GLUON_NEEDS`).
+Every Gluon family imports from here; older versions of Triton don't get this far (`needs_triton` in `dispatch`).
 """
+
+from typing import TYPE_CHECKING
 
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
@@ -12,13 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as wa
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
-_REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # 3.9
+if TYPE_CHECKING:
+    from dataclasses import dataclass as aggregate
+else:
+    aggregate = gluon.aggregate
+
+REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
 
 
 @gluon.jit
 def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     """The same bytes of shared memory with another dtype, shape and layout."""
-    if _REINTERPRETS:
+    if REINTERPRETS:
         return buffer.reinterpret(dtype, shape, layout)
     else:
         return buffer._reinterpret(dtype, shape, layout)

@@ -8,10 +8,10 @@ arrival of each writer; a phase of an empty barrier with a release of each reade
     reader:  slot, at = channel.acquire_full(at);  ... slot.buffer ...;  slot.release()
 """
 
-from jaggedtensor.kernels.shared.dsl import gl, gluon, mbarrier, tma
+from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, mbarrier, tma
 
 
-@gluon.aggregate
+@aggregate
 class Counter:
     """A place in a ring of `depth` slots, and the parity of the lap, which mbarriers count phases by."""
 
@@ -27,7 +27,7 @@ class Counter:
         return Counter(gl.where(last, 0, index), gl.where(last, self.phase ^ 1, self.phase), self.depth)
 
 
-@gluon.aggregate
+@aggregate
 class Slot:
     """One buffer that a role has acquired."""
 
@@ -52,14 +52,15 @@ class Slot:
         mbarrier.arrive(self.empty, count=1)
 
 
-@gluon.aggregate
+@aggregate
 class Channel:
-    """A ring of buffers `[depth, *shape]`."""
+    """A ring of `depth` slots, each of one buffer or of several parts that share its barriers."""
 
-    buffers: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    buffers: gl.shared_memory_descriptor  # [depth * parts, *shape]
+    full: gl.shared_memory_descriptor  # [depth, 1]
+    empty: gl.shared_memory_descriptor  # [depth, 1]
     depth: gl.constexpr
+    parts: gl.constexpr
 
     @gluon.jit
     def start(self):
@@ -67,9 +68,10 @@ class Channel:
         return Counter(gl.to_tensor(0), gl.to_tensor(0), self.depth)
 
     @gluon.jit
-    def slot(self, at):
-        """The slot at a counter, without waiting."""
-        return Slot(self.buffers.index(at.index), self.full.index(at.index), self.empty.index(at.index))
+    def slot(self, at, part=0):
+        """The slot at a counter, or a part of it, without waiting."""
+        buffer = self.buffers.index(at.index * self.parts + part)
+        return Slot(buffer, self.full.index(at.index), self.empty.index(at.index))
 
     @gluon.jit
     def acquire_empty(self, at):
@@ -92,12 +94,14 @@ def make_channel(
     depth: gl.constexpr,
     readers: gl.constexpr = 1,
     writers: gl.constexpr = 1,
+    parts: gl.constexpr = 1,
 ):
-    """A channel of `depth` buffers of `shape`; `readers` and `writers` count the roles that arrive for each phase."""
-    buffers = gl.allocate_shared_memory(dtype, [depth] + shape, layout)
+    """A channel of `depth` slots of `parts` buffers of `shape`. For each phase as many roles as `readers` release the
+    slot, and all of `writers` fill every part."""
+    buffers = gl.allocate_shared_memory(dtype, [depth * parts] + shape, layout)
     full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(depth):
-        mbarrier.init(full.index(i), count=writers)
+        mbarrier.init(full.index(i), count=writers * parts)
         mbarrier.init(empty.index(i), count=readers)
-    return Channel(buffers, full, empty, depth)
+    return Channel(buffers, full, empty, depth, parts)
