@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # One stamp for each choice of torch: another TORCH, or a change of dependencies, installs anew.
 STAMP := $(VENV)/.installed-$(subst /,_,$(TORCH))
 
-.PHONY: quickstart test lint venv bench-cpu gpu-test compile-check clean
+.PHONY: quickstart test lint venv bench-cpu gpu-test compile-check mutants clean
 
 venv: $(STAMP)
 
@@ -33,6 +33,11 @@ gpu-test:
 # Every configuration of the portable kernels, for GPUs that need not be there: about an hour on two cores.
 compile-check: venv
 	$(BIN)/python benchmarks/compile_check.py
+
+# Breaks kernels on purpose and counts what the emulator finds; FAMILIES are files or modules with a FAMILY.
+FAMILIES ?= tests/emulator/mechanisms/*.py
+mutants: venv
+	$(BIN)/python -m jaggedtensor.testing.mutants $(FAMILIES)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,0 +1,178 @@
+"""tcgen05 with its first operand in tensor memory, where registers put it.
+
+    default  A block → registers → tensor memory a[t], arrive a_full[t] · … · wait ready, acc → registers → out, done
+    load     b[s] ← B block
+    mma      wait done · for each step: wait a_full[t] and full[s], acc += a[t] · b[s]ᵀ, commit to both · commit ready
+
+The accumulator is one: the product of the next tile waits until this one has been read.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    mbarrier,
+    tcgen05_commit,
+    tcgen05_mma,
+    tma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jaggedtensor.testing.families import Bad, Case, Family, Operands
+
+M, N, K = 128, 32, 32
+
+
+@gluon.jit
+def load_role(b_desc, starts, tiles, b, full, empty):
+    N: gl.constexpr = b_desc.block_shape[0]
+    STAGES: gl.constexpr = b.shape[0]
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first = gl.load(starts + tile)
+        end = gl.load(starts + tile + 1)
+        for block in range(first, end):
+            s = step % STAGES
+            mbarrier.wait(empty.index(s), (step // STAGES + 1) & 1)
+            mbarrier.expect(full.index(s), b_desc.nbytes_per_cta)
+            tma.async_load(b_desc, [block * N, 0], full.index(s), b.index(s))
+            step += 1
+
+
+@gluon.jit
+def mma_role(starts, tiles, a, a_full, a_empty, b, full, empty, acc, ready, done):
+    A_STAGES: gl.constexpr = a.shape[0]
+    STAGES: gl.constexpr = b.shape[0]
+    step = 0
+    done_phase = 1
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first = gl.load(starts + tile)
+        end = gl.load(starts + tile + 1)
+        if first < end:
+            mbarrier.wait(done, done_phase)
+            done_phase = done_phase ^ 1
+            for block in range(first, end):
+                s = step % STAGES
+                t = step % A_STAGES
+                mbarrier.wait(a_full.index(t), (step // A_STAGES) & 1)
+                mbarrier.wait(full.index(s), (step // STAGES) & 1)
+                tcgen05_mma(
+                    a.index(t),
+                    b.index(s).permute((1, 0)),
+                    acc,
+                    use_acc=block > first,
+                    mbarriers=[a_empty.index(t), empty.index(s)],
+                )
+                step += 1
+            tcgen05_commit(ready)
+
+
+@gluon.jit
+def compute_role(x, out, starts, tiles, a, a_full, a_empty, acc, ready, done):
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    K: gl.constexpr = a.shape[2]
+    A_STAGES: gl.constexpr = a.shape[0]
+    a_layout: gl.constexpr = a.index(0).get_reg_layout()
+    layout: gl.constexpr = acc.get_reg_layout()
+    a_rows = gl.arange(0, M, gl.SliceLayout(1, a_layout))[:, None]
+    a_cols = gl.arange(0, K, gl.SliceLayout(0, a_layout))[None, :]
+    rows = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
+    step = 0
+    ready_phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first = gl.load(starts + tile)
+        end = gl.load(starts + tile + 1)
+        for block in range(first, end):
+            t = step % A_STAGES
+            value = gl.load(x + (block * M + a_rows) * K + a_cols) * 2
+            mbarrier.wait(a_empty.index(t), (step // A_STAGES + 1) & 1)
+            a.index(t).store(value.to(gl.bfloat16))
+            mbarrier.arrive(a_full.index(t))
+            step += 1
+        total = gl.zeros([M, N], gl.float32, layout)
+        if first < end:
+            mbarrier.wait(ready, ready_phase)
+            ready_phase = ready_phase ^ 1
+            total = acc.load(layout)
+            mbarrier.arrive(done)
+        gl.store(out + (tile * M + rows) * N + cols, total)
+
+
+@gluon.jit
+def kernel(x, b_desc, out, starts, tiles, K: gl.constexpr, A_STAGES: gl.constexpr, STAGES: gl.constexpr):
+    """x [blocks · M, K] fp32, b [blocks · N, K] bf16; starts [tiles + 1] int32; out [tiles · M, N] fp32 of 2 x · bᵀ."""
+    M: gl.constexpr = 128
+    N: gl.constexpr = b_desc.block_shape[0]
+    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
+    a = allocate_tensor_memory(gl.bfloat16, [A_STAGES, M, K], TensorMemoryLayout([M, K], col_stride=1))
+    acc = allocate_tensor_memory(gl.float32, [M, N], TensorMemoryLayout([M, N], col_stride=1))
+    a_full = mbarrier.allocate_mbarrier(batch=A_STAGES)
+    a_empty = mbarrier.allocate_mbarrier(batch=A_STAGES)
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    ready = mbarrier.allocate_mbarrier()
+    done = mbarrier.allocate_mbarrier()
+    for t in gl.static_range(A_STAGES):
+        mbarrier.init(a_full.index(t), count=1)
+        mbarrier.init(a_empty.index(t), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(done, count=1)
+    gl.warp_specialize(
+        [
+            (compute_role, (x, out, starts, tiles, a, a_full, a_empty, acc, ready, done)),
+            (mma_role, (starts, tiles, a, a_full, a_empty, b, full, empty, acc, ready, done)),
+            (load_role, (b_desc, starts, tiles, b, full, empty)),
+        ],
+        [1, 1],
+    )
+
+
+def case(trips: list[int], stages: tuple[int, int], programs: int = 1) -> Case:
+    """Tiles of so many blocks each, with `stages` slots for A in tensor memory and for B in shared memory."""
+    starts = list(accumulate(trips, initial=0))
+    blocks = max(1, sum(trips))
+
+    def operands(device: str) -> Operands:
+        random = torch.Generator().manual_seed(0)
+        x = torch.randint(-2, 3, (blocks * M, K), generator=random).float()
+        b = torch.randint(-2, 3, (blocks * N, K), generator=random).bfloat16()
+        products = 2 * x.view(blocks, M, K) @ b.float().view(blocks, N, K).mT
+        expected = torch.stack([products[first:end].sum(0) for first, end in pairwise(starts)])
+        out = torch.full((len(trips) * M, N), float("nan"), device=device)
+        layout = gl.NVMMASharedLayout.get_default_for([N, K], gl.bfloat16)
+        desc = TensorDescriptor.from_tensor(b.to(device), [N, K], layout)
+        args = (x.to(device), desc, out, torch.tensor(starts, dtype=torch.int32, device=device), len(trips))
+        return Operands(args, {"out": (out, expected.view_as(out))})
+
+    constexprs = {"K": K, "A_STAGES": stages[0], "STAGES": stages[1]}
+    return Case(
+        f"trips {trips}, stages {stages}, {programs} programs",
+        kernel,
+        (programs,),
+        operands,
+        constexprs,
+        target="sm100",
+    )
+
+
+CASES = [
+    case([0, 1, 2], stages=(2, 3)),
+    case([1, 3, 0, 2], stages=(1, 1)),
+    case([2, 1], stages=(4, 5)),
+    case([2, 0, 5, 1], stages=(2, 3), programs=2),
+]
+
+BAD: list[Bad] = []
+
+FAMILY = Family("tcgen05_tensor", CASES, bad=BAD)

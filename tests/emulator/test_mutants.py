@@ -1,0 +1,110 @@
+"""The mutation tool itself: what it changes, what it counts, and a small part of its work on a mechanism."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+pytest.importorskip("greenlet")
+
+from jaggedtensor.testing.families import Bad
+from jaggedtensor.testing.mutants import Score, Verdict, bad_variant, mutants_of
+
+ROLE = '''
+@gluon.jit
+def role(a, full, empty, acc, n):
+    """Mühsam: a letter of two bytes before what is changed."""
+    phase = 0
+    for i in range(n):
+        mbarrier.wait(full.index(i % 2), phase)
+        value = a.index(i % 2).load()
+        fence_async_shared()
+        mbarrier.arrive(empty.index(0), pred=i > 0)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        tcgen05_mma(
+            value, a, acc, mbarriers=[full, empty]
+        )
+        phase = phase ^ 1
+        use(value)
+
+
+def on_the_host(full):
+    mbarrier.wait(full, 0)
+'''
+
+
+def changes(text: str) -> dict[str, str]:
+    """For each mutant the lines that differ."""
+    found = {}
+    for mutant in mutants_of(text):
+        before, after = text.splitlines(), mutant.text.splitlines()
+        assert len(before) == len(after), "line numbers must stay"
+        found[mutant.name] = "; ".join(b.strip() for a, b in zip(before, after, strict=True) if a != b)
+    return found
+
+
+def test_every_synchronisation_of_device_code_is_deleted_or_altered_once() -> None:
+    assert changes(ROLE) == {
+        "role: delete mbarrier.wait(full.index(i % 2), phase)": "pass",
+        "role: other phase in mbarrier.wait(full.index(i % 2), phase)": "mbarrier.wait(full.index(i % 2), (phase) ^ 1)",
+        "role: next full.index(i % 2) in mbarrier.wait(full.index(i % 2), phase)": (
+            "mbarrier.wait(full.index(((i % 2) + 1) % full.shape[0]), phase)"
+        ),
+        "role: next a.index(i % 2) in value = a.index(i % 2).load()": (
+            "value = a.index(((i % 2) + 1) % a.shape[0]).load()"
+        ),
+        "role: delete fence_async_shared()": "pass",
+        "role: move up fence_async_shared()": "fence_async_shared(); value = a.index(i % 2).load()",
+        "role: delete mbarrier.arrive(empty.index(0), pred=i > 0)": "pass",
+        "role: move up mbarrier.arrive(empty.index(0), pred=i > 0)": (
+            "mbarrier.arrive(empty.index(0), pred=i > 0); fence_async_shared()"
+        ),
+        "role: always mbarrier.arrive(empty.index(0), pred=i > 0)": "mbarrier.arrive(empty.index(0), pred=True)",
+        "role: delete acc = warpgroup_mma_wait(1, deps=(acc,))": "acc = acc",
+        "role: one more in warpgroup_mma_wait(1, deps=(acc,))": "acc = warpgroup_mma_wait(1 + 1, deps=(acc,))",
+        "role: no full in tcgen05_mma( value, a, acc, mbarriers=[full, empty] )": "value, a, acc, mbarriers=[empty]",
+        "role: no empty in tcgen05_mma( value, a, acc, mbarriers=[full, empty] )": "value, a, acc, mbarriers=[full]",
+        "role: no flip in phase = phase ^ 1": "phase = phase",
+    }
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "mechanisms").glob("*.py")), ids=lambda p: p.stem)
+def test_mutants_of_the_mechanisms_are_sources_with_one_change_each(path: Path) -> None:
+    text = path.read_text()
+    mutants = mutants_of(text)
+    assert len({m.name for m in mutants}) == len({m.text for m in mutants}) == len(mutants) >= 5
+    for mutant in mutants:
+        assert mutant.text != text
+        ast.parse(mutant.text)
+        before, after = text.splitlines(), mutant.text.splitlines()
+        changed = sum(a != b for a, b in zip(before, after, strict=True))
+        moved = sorted(before) == sorted(after)
+        assert changed >= 1
+        assert moved or changed < 10
+
+
+def test_an_edit_that_does_not_fit_the_source_is_refused() -> None:
+    text = 'a = 1\nb = 1\nBAD = [Bad("", (), ("b = 1", "b = 2"))]\n'
+    assert bad_variant(text, Bad("b", ("race",), ("b = 1", "b = 2"))).startswith("a = 1\nb = 2\nBAD")
+    for old in ("= 1", "c = 1"):
+        with pytest.raises(ValueError, match="expected once"):
+            bad_variant(text, Bad("c", ("race",), (old, "")))
+
+
+def test_a_score_counts_failed_runs_as_survivors_and_names_wrong_excuses() -> None:
+    verdicts = {
+        "found": Verdict("race"),
+        "excused": Verdict(""),
+        "found though excused": Verdict("deadlock"),
+        "failed": Verdict("failed: KeyError", "x"),
+        "not found": Verdict(""),
+    }
+    equivalent = {"excused": "why", "found though excused": "why", "gone": "why"}
+    score = Score("family", Verdict(""), verdicts, equivalent)
+    assert score.counts == (1, 3)
+    assert score.survivors == ["failed", "not found"]
+    assert score.mistaken == ["found though excused", "gone"]
+    assert "survives: failed (failed: KeyError: x)" in str(score)
