@@ -1,0 +1,66 @@
+"""Blocks and budgets of the backward kernel for a broadcast query, and which problems it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaggedtensor.problem import AttentionProblem, QueryKind
+
+ROWS = 128  # packed query rows of a CTA, of which each of the two consumers has half
+SHARED_MEMORY = 232448  # bytes that a CTA may use
+_TURNS = 2  # buffers of P, and of dS
+
+
+@dataclass(frozen=True)
+class Config:
+    """Passed to the kernel whole, as one constexpr."""
+
+    block_n: int  # keys
+    stages: int  # of the rings of K and V
+    block_d: int  # D rounded up to 64 or 128; the columns past D are zeros
+    block_dv: int
+    group: int  # query heads that share one of keys
+    q_heads: int
+    workers: int  # CTAs for each head of keys
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Of a launch. 168 registers of 12 warps are shared out again by role: 240 for consumers, 24 for loaders."""
+        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes: Q and dO, the rings of K and V, P and dS, and mbarriers (each padded to 16 bytes)."""
+        columns = self.block_d + self.block_dv
+        elements = ROWS * columns + self.stages * self.block_n * columns + 2 * _TURNS * ROWS * self.block_n
+        return 2 * elements + 16 * 2 * (2 + 2 * self.stages + 2 * _TURNS)
+
+
+def lacks(problem: AttentionProblem) -> list[str]:
+    """What of a problem the kernel does not do."""
+    reasons = []
+    if problem.query is not QueryKind.BROADCAST:
+        reasons.append("takes a broadcast query")
+    elif not 1 <= (problem.rows or 0) <= ROWS:
+        reasons.append(f"takes up to {ROWS} query rows of a head of keys, not {problem.rows}")
+    if problem.windowed:
+        reasons.append("takes no window")
+    if problem.dtype.itemsize != 2:
+        reasons.append(f"does not compute in {problem.dtype}")
+    if ROWS % problem.group:
+        reasons.append(f"takes groups of 1, 2, 4, ... heads, not {problem.group}")
+    for dim in (problem.head_dim, problem.value_dim):
+        if dim > 128 or dim % 8:
+            reasons.append(f"takes head dimensions up to 128 that are multiples of 8, not {dim}")
+    return reasons
+
+
+def select(problem: AttentionProblem) -> Config:
+    """A pure function of a problem that lacks nothing: as many stages as there is room for, up to four."""
+    block_d, block_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.value_dim))
+    workers = max(1, problem.device.processors // problem.kv_heads)  # one CTA for each processor, none left over
+    for stages in (4, 3):
+        config = Config(64, stages, block_d, block_dv, problem.group, problem.q_heads, workers)
+        if config.shared_memory <= SHARED_MEMORY:
+            return config
+    raise AssertionError(f"{config} takes {config.shared_memory} bytes of shared memory")

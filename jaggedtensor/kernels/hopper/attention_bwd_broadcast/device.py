@@ -1,0 +1,350 @@
+"""Backward of a broadcast query on Hopper: the query stays, keys and values pass.
+
+    dV = P^T dO        dS = P (dP - delta)        dK = scale * dS^T Q        dQ = scale * dS K
+
+A CTA stays on one key-value head and walks an equal share of its KV tiles, over all sequences: dQ stays in registers
+for its life, and dK and dV of a tile are finished on the way. Roles:
+
+    consumer 0   query rows 0 .. 63, and dV of all rows        loader   K and V, a ring each
+    consumer 1   query rows 64 .. 127, and dK of all rows      second   Q once, and dO of each sequence
+
+The consumers meet in shared memory: each writes its rows of P and dS; dV needs all of P, dK all of dS. What comes of
+them, dX (dV or dK) and dQ of a tile, is computed one step late, beside the scores of the next tile n:
+
+    tensor cores   S(n)   dX(n-1)          dP(n)          dQ(n-1)      S(n+1)
+    threads               P(n)             dX(n-1) out    dS(n)
+    barriers       k full p, ds full(n-1)  v full         p, ds full(n), v empty, k empty(n-1)
+
+dX leaves through the buffer that P (or dS) of its tile was in, which only its maker reads. At the seam of two sequences
+dP waits for the new dO, and dO for the last dX that reads the old one. TMA reads zeros past the end of a sequence and
+stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite dS, which meets K = 0 in dQ.
+"""
+
+from triton.language.core import PropagateNan
+
+from jaggedtensor.kernels.hopper.walk import Schedule, my_range, read_span, read_tile, start_walk
+from jaggedtensor.kernels.shared.dsl import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel
+
+M: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
+ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
+RAGGED: gl.constexpr = gl.constexpr(1 << 30)  # see operands.ragged
+KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Channels:
+    q: Channel  # [128, D], filled once
+    grad_out: Channel  # [128, Dv]
+    k: Channel  # [N, D]
+    v: Channel  # [N, Dv]
+    p: Channel  # [128, N], filled by both consumers and read by the one that makes dV
+    ds: Channel  # the same for dK
+
+
+@aggregate
+class Statistics:
+    """lse and delta, both fp32 `[B, Hq, Lq]`, contiguous."""
+
+    lse: gl.tensor
+    delta: gl.tensor
+    q_heads: gl.constexpr
+
+    @gluon.jit
+    def load(self, sequence, row, head, q_len, group: gl.constexpr):
+        """Of packed rows: lse in log2 units and delta, +inf and 0 for a row that sees nothing or is not there."""
+        i = row // group
+        inside = i < q_len
+        at = (sequence.to(gl.int64) * self.q_heads + head * group) * q_len + row % group * q_len + i
+        lse = gl.load(self.lse + at, mask=inside, other=float("-inf"))
+        delta = gl.load(self.delta + at, mask=inside, other=0.0)
+        blind = lse == float("-inf")
+        return gl.where(blind, float("inf"), lse) * LOG2_E, gl.where(blind, 0.0, delta)
+
+
+@gluon.jit
+def by_turn(turn):
+    """Where P and dS of a CTA's tile number `turn` are."""
+    return Counter(turn & 1, turn >> 1 & 1, 2)
+
+
+@gluon.jit
+def at_most(x, most):
+    """The lesser, and NaN if x is."""
+    return gl.minimum(x, most, propagate_nan=KEEP_NAN)
+
+
+@gluon.jit
+def before(at):
+    """The index of the slot before a counter's."""
+    return gl.where(at.index == 0, at.depth, at.index) - 1
+
+
+@gluon.jit
+def ragged_place(start, count, row, head):
+    """Coordinates of a ragged descriptor: row `row` of `head`, within the `count` rows that begin at `start`."""
+    return [RAGGED, start + count, RAGGED - count + row, head, 0]
+
+
+@gluon.jit
+def load_keys_role(schedule, descriptors, channels, C: gl.constexpr):
+    k_desc, v_desc = descriptors
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    k_at, v_at = channels.k.start(), channels.v.start()
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        for block in range(tile.kv_begin, tile.kv_end):
+            place = ragged_place(span.k_start, span.k_count, block * C.block_n, tile.head)
+            slot, k_at = channels.k.acquire_empty(k_at)
+            slot.load(k_desc, place)
+            slot, v_at = channels.v.acquire_empty(v_at)
+            slot.load(v_desc, place)
+        walk = walk.next(t)
+
+
+@gluon.jit
+def load_queries_role(schedule, descriptors, channels, C: gl.constexpr):
+    q_desc, grad_desc = descriptors
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    at = channels.grad_out.start()
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        if t == begin:
+            channels.q.slot(channels.q.start()).load(q_desc, ragged_place(0, span.q_count, 0, tile.head * C.group))
+        slot, at = channels.grad_out.acquire_empty(at)
+        slot.load(grad_desc, ragged_place(span.q_start, span.q_count, 0, tile.head * C.group))
+        walk = walk.next(t)
+
+
+@aggregate
+class Maker:
+    """A consumer: its rows, and what it makes of all rows."""
+
+    channels: Channels
+    parts: Channel  # P or dS
+    factor: Channel  # dO or Q
+    out: tma.tensor_descriptor  # of dV or dK
+    out_scale: gl.tensor
+    scale_log2: gl.tensor
+    first: gl.constexpr  # row
+    C: gl.constexpr
+
+    @gluon.jit
+    def rows_of(self, channel, opaque):
+        return channel.buffers.index(opaque).slice(self.first, ROWS)
+
+    @gluon.jit
+    def scores(self, at, opaque):
+        """Issue S = Q K^T."""
+        slot, _ = self.channels.k.acquire_full(at)
+        return product(self.rows_of(self.channels.q, opaque), slot.buffer.permute((1, 0)))
+
+    @gluon.jit
+    def grad_scores(self, at, opaque):
+        """Issue dP = dO V^T."""
+        slot, _ = self.channels.v.acquire_full(at)
+        return product(self.rows_of(self.channels.grad_out, opaque), slot.buffer.permute((1, 0)))
+
+    @gluon.jit
+    def late_product(self, turn, opaque):
+        """Issue dX of a tile."""
+        slot, _ = self.parts.acquire_full(by_turn(turn))
+        return product(slot.buffer.permute((1, 0)), self.factor.buffers.index(opaque))
+
+    @gluon.jit
+    def make_room(self, turn):
+        """The stored dX of two tiles ago has left its buffer: let P (or dS) of this tile in."""
+        if turn > 1:
+            tma.store_wait(0)
+            self.parts.slot(by_turn(turn)).release()
+
+    @gluon.jit
+    def put(self, channel, turn, x):
+        """My rows of P or dS."""
+        slot, _ = channel.acquire_empty(by_turn(turn))
+        slot.buffer.slice(self.first, ROWS).store(x)
+        fence_async_shared()
+        slot.publish()
+
+    @gluon.jit
+    def put_probabilities(self, s, lse, turn):
+        p = gl.exp2(at_most(s * self.scale_log2 - lse[:, None], 0.0)).to(self.channels.q.buffers.dtype)
+        self.put(self.channels.p, turn, p)
+        return p
+
+    @gluon.jit
+    def put_grad_scores(self, p, dp, delta, turn):
+        ds = p.to(gl.float32) * (dp - delta[:, None])
+        if p.dtype == gl.float16:  # of a key past the end it must not be inf, since inf * 0 is NaN
+            ds = at_most(-at_most(-ds, 65504.0), 65504.0)
+        ds = ds.to(p.dtype)
+        self.put(self.channels.ds, turn, ds)
+        return ds
+
+    @gluon.jit
+    def store(self, dx, turn, place):
+        """dX through the buffer of its P or dS."""
+        buffer = self.parts.slot(by_turn(turn)).buffer
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dx.shape, buffer.dtype)
+        staging = reinterpret(buffer, buffer.dtype, dx.shape, layout)
+        staging.store((dx * self.out_scale).to(buffer.dtype))
+        fence_async_shared()
+        tma.async_store(self.out, place, staging)
+
+
+@gluon.jit
+def product(a, b):
+    """Issue a b, both in shared memory."""
+    WIDTH: gl.constexpr = b.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return warpgroup_mma(a, b, gl.zeros([ROWS, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def as_operand(ds, acc):
+    """dS as the left operand of the product that goes to `acc`: no data moves."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, parent=acc.type.layout, k_width=2)
+    return gl.convert_layout(ds, layout, assert_trivial=True)
+
+
+@gluon.jit
+def make_role(head, schedule, statistics, shares, channels, out_desc, scales, MAKES_DV: gl.constexpr, C: gl.constexpr):
+    N: gl.constexpr = C.block_n
+    D: gl.constexpr = C.block_d
+    FIRST: gl.constexpr = 0 if MAKES_DV else 64
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    if MAKES_DV:
+        me = Maker(channels, channels.p, channels.grad_out, out_desc, gl.to_tensor(1.0), scales[0], FIRST, C)
+    else:
+        me = Maker(channels, channels.ds, channels.q, out_desc, scales[1], scales[0], FIRST, C)
+    row = FIRST + gl.arange(0, ROWS, ROW_LAYOUT)
+    acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
+
+    begin, end = my_range(schedule)
+    ds = as_operand(gl.zeros([ROWS, N], channels.q.buffers.dtype, ROW_LAYOUT.parent), acc)
+    keys, grad_at = channels.k.start(), channels.grad_out.start()
+    turn = 0  # tiles so far
+    bound, last = 0, 0  # the ragged coordinates of the tile before
+    if begin < end:
+        channels.q.acquire_full(channels.q.start())
+    for t in range(begin, end):
+        opaque = turn >> 30  # 0, which the compiler cannot know: it would keep 24 matrix descriptors in registers
+        me.make_room(turn)
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
+        lse, delta = statistics.load(tile.sequence, row, head, span.q_count, C.group)
+        if turn > 0:
+            issued = me.scores(keys, opaque)
+            dx = me.late_product(turn - 1, opaque)
+            issued_acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
+            p = me.put_probabilities(warpgroup_mma_wait(2, deps=(issued,)), lse, turn)
+            dx = warpgroup_mma_wait(1, deps=(dx,))
+            channels.grad_out.slot(grad_at).release()
+            me.store(dx, turn - 1, [RAGGED, bound, last, head, 0])
+            acc = warpgroup_mma_wait(0, deps=(issued_acc,))
+            mbarrier.arrive(channels.k.empty.index(before(keys)), count=1)
+        else:
+            p = me.put_probabilities(warpgroup_mma_wait(0, deps=(me.scores(keys, opaque),)), lse, turn)
+        _, grad_at = channels.grad_out.acquire_full(grad_at)
+        dp = warpgroup_mma_wait(0, deps=(me.grad_scores(keys, opaque),))
+        channels.v.slot(keys).release()
+        bound, last = span.k_start + span.k_count, RAGGED - span.k_count + tile.kv_begin * N
+        ds = as_operand(me.put_grad_scores(p, dp, delta, turn), acc)
+        keys = keys.next()
+        turn += 1
+
+        for _ in range(tile.kv_begin + 1, tile.kv_end):
+            opaque = turn >> 30
+            me.make_room(turn)
+            s = me.scores(keys, opaque)
+            dx = me.late_product(turn - 1, opaque)
+            dp = me.grad_scores(keys, opaque)
+            acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
+            s = warpgroup_mma_wait(3, deps=(s,))
+            p = me.put_probabilities(s, lse, turn)
+            dx = warpgroup_mma_wait(2, deps=(dx,))
+            me.store(dx, turn - 1, [RAGGED, bound, last, head, 0])
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            channels.v.slot(keys).release()
+            last += N
+            grad_s = me.put_grad_scores(p, dp, delta, turn)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(channels.k.empty.index(before(keys)), count=1)
+            ds = as_operand(grad_s, acc)
+            keys = keys.next()
+            turn += 1
+
+    if begin < end:
+        dx = me.late_product(turn - 1, turn >> 30)
+        issued = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
+        me.store(warpgroup_mma_wait(1, deps=(dx,)), turn - 1, [RAGGED, bound, last, head, 0])
+        acc = warpgroup_mma_wait(0, deps=(issued,))
+        tma.store_wait(0)
+
+    column = gl.arange(0, D, gl.SliceLayout(0, ACC_LAYOUT))
+    place = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT)) + gl.program_id(0) * M
+    gl.store(shares + place.to(gl.int64)[:, None] * D + column[None, :], acc * scales[1])
+
+
+@gluon.jit(do_not_specialize=["q_len"])
+def broadcast_kernel(
+    q,  # ragged descriptors of [Lq, Hq, D], see operands.ragged
+    k,  # [tokens, Hkv, D]
+    v,
+    grad_out,  # [B * Lq, Hq, Dv]
+    dk,
+    dv,
+    lse,  # fp32 [B, Hq, Lq]
+    delta,
+    shares,  # fp32 [CTAs, 128, D]: a part of dQ from each
+    tiles,  # of the schedule: equal ranges of the KV tiles of one head
+    worker_offsets,
+    k_offsets,  # [B + 1]
+    q_len,
+    scale_log2,  # scale * log2(e)
+    scale,
+    C: gl.constexpr,  # config.Config
+):
+    dtype: gl.constexpr = q.dtype
+    N: gl.constexpr = C.block_n
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, C.block_d], dtype)
+    grad_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, C.block_dv], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, C.block_d], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, C.block_dv], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)
+    channels = Channels(
+        make_channel(dtype, [M, C.block_d], q_layout, 1),
+        make_channel(dtype, [M, C.block_dv], grad_layout, 1, 2),
+        make_channel(dtype, [N, C.block_d], k_layout, C.stages, 2),
+        make_channel(dtype, [N, C.block_dv], v_layout, C.stages, 2),
+        make_channel(dtype, [M, N], p_layout, 2, 1, 2),
+        make_channel(dtype, [M, N], p_layout, 2, 1, 2),
+    )
+    schedule = Schedule(tiles, worker_offsets, None, k_offsets, q_len)
+    statistics = Statistics(lse, delta, C.q_heads)
+    scales = (scale_log2, scale)
+    head = gl.program_id(0) // C.workers
+    gl.warp_specialize(
+        [
+            (make_role, (head, schedule, statistics, shares, channels, dv, scales, True, C)),
+            (make_role, (head, schedule, statistics, shares, channels, dk, scales, False, C)),
+            (load_keys_role, (schedule, (k, v), channels, C)),
+            (load_queries_role, (schedule, (q, grad_out), channels, C)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )

@@ -1,0 +1,80 @@
+"""Launches the backward kernel for a broadcast query. Its arguments are checked already."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, Config, select
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
+from jaggedtensor.kernels.hopper.operands import ragged, takes
+from jaggedtensor.kernels.shared.delta import delta_of
+from jaggedtensor.problem import AttentionArgs
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def backward(
+    args: AttentionArgs,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: tuple[bool, bool, bool],
+) -> Gradients:
+    """dQ, dK and dV, all of which come from one pass; those in `needs` are given back."""
+    problem, (tiles, worker_offsets) = args.problem, args.schedule
+    config = select(problem)
+    q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
+    dk, dv = (new_gradient(x, args.slack) for x in (k, v))
+    if not tiles.shape[0]:
+        return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
+    shares = k.new_empty(worker_offsets.shape[0] - 1, ROWS, config.block_d, dtype=torch.float32)
+    rows = ROWS // config.group
+    broadcast_kernel[(shares.shape[0],)](
+        ragged(q, rows, config.group, config.block_d),
+        ragged(k, config.block_n, 1, config.block_d),
+        ragged(v, config.block_n, 1, config.block_dv),
+        ragged(grad_out.reshape(-1, *grad_out.shape[2:]), rows, config.group, config.block_dv),
+        ragged(dk, config.block_n, 1, config.block_d),
+        ragged(dv, config.block_n, 1, config.block_dv),
+        lse.contiguous(),
+        delta_of(out, grad_out, grad_lse),
+        shares,
+        tiles,
+        worker_offsets,
+        args.k_offsets,
+        problem.q_len,
+        args.scale * math.log2(math.e),
+        args.scale,
+        config,
+        **config.options,
+    )
+    return chosen(sum_of_shares(shares, q, config), dk, dv, needs)
+
+
+def chosen(dq: Tensor, dk: Tensor, dv: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None
+
+
+def addressable(x: Tensor) -> Tensor:
+    """The same for TMA: a copy where it cannot address the tensor, or rows are expanded."""
+    return x if takes(x) and 0 not in x.stride() else x.contiguous()
+
+
+def new_gradient(x: Tensor, slack: bool) -> Tensor:
+    """Contiguous; the kernel writes every row but those past the last sequence, which are 0."""
+    make = torch.zeros_like if slack else torch.empty_like
+    return make(x, memory_format=torch.contiguous_format)
+
+
+def sum_of_shares(shares: Tensor, q: Tensor, config: Config) -> Tensor:
+    """dQ `[Lq, Hq, D]`: over the CTAs of each head in their order, and rounded once."""
+    length, heads, dim = q.shape
+    total = shares.view(-1, config.workers, ROWS, config.block_d).sum(1)  # (Hkv, 128, D)
+    packed = total[:, : length * config.group, :dim].unflatten(1, (length, config.group))  # (Hkv, Lq, group, D)
+    dq = torch.empty(length, heads, dim, dtype=q.dtype, device=q.device)
+    dq.view(length, -1, config.group, dim).copy_(packed.transpose(0, 1))
+    return dq
