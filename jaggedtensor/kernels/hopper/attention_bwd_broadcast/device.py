@@ -181,16 +181,17 @@ class Maker:
 
     @gluon.jit
     def put_probabilities(self, s, lse, turn):
-        p = gl.exp2(at_most(s * self.scale_log2 - lse[:, None], 0.0)).to(self.channels.q.buffers.dtype)
-        self.put(self.channels.p, turn, p)
+        p = gl.exp2(at_most(s * self.scale_log2 - lse[:, None], 0.0))
+        self.put(self.channels.p, turn, p.to(self.channels.p.buffers.dtype))
         return p
 
     @gluon.jit
     def put_grad_scores(self, p, dp, delta, turn):
-        ds = p.to(gl.float32) * (dp - delta[:, None])
-        if p.dtype == gl.float16:  # of a key past the end it must not be inf, since inf * 0 is NaN
+        dtype: gl.constexpr = self.channels.ds.buffers.dtype
+        ds = p * (dp - delta[:, None])
+        if dtype == gl.float16:  # of a key past the end it must not be inf, since inf * 0 is NaN
             ds = at_most(-at_most(-ds, 65504.0), 65504.0)
-        ds = ds.to(p.dtype)
+        ds = ds.to(dtype)
         self.put(self.channels.ds, turn, ds)
         return ds
 

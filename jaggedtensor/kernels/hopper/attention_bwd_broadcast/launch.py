@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, Config, select
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.hopper.operands import ragged, takes
+from jaggedtensor.kernels.hopper.operands import device_of, ragged, takes
 from jaggedtensor.kernels.shared.delta import delta_of
+from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.problem import AttentionArgs
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -28,31 +30,47 @@ def backward(
     problem, (tiles, worker_offsets) = args.problem, args.schedule
     config = select(problem)
     q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
-    dk, dv = (new_gradient(x, args.slack) for x in (k, v))
-    if not tiles.shape[0]:
-        return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
-    shares = k.new_empty(worker_offsets.shape[0] - 1, ROWS, config.block_d, dtype=torch.float32)
-    rows = ROWS // config.group
-    broadcast_kernel[(shares.shape[0],)](
-        ragged(q, rows, config.group, config.block_d),
-        ragged(k, config.block_n, 1, config.block_d),
-        ragged(v, config.block_n, 1, config.block_dv),
-        ragged(grad_out.reshape(-1, *grad_out.shape[2:]), rows, config.group, config.block_dv),
-        ragged(dk, config.block_n, 1, config.block_d),
-        ragged(dv, config.block_n, 1, config.block_dv),
-        lse.contiguous(),
-        delta_of(out, grad_out, grad_lse),
-        shares,
-        tiles,
-        worker_offsets,
-        args.k_offsets,
-        problem.q_len,
-        args.scale * math.log2(math.e),
-        args.scale,
-        config,
-        **config.options,
-    )
-    return chosen(sum_of_shares(shares, q, config), dk, dv, needs)
+    with device_of(k):
+        dk, dv = (new_gradient(x, args.slack) for x in (k, v))
+        if not tiles.shape[0]:
+            return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
+        delta = delta_of(out, grad_out, grad_lse)
+        workers, rows, heads = worker_offsets.shape[0] - 1, ROWS // config.group, config.group
+        shares = k.new_empty(workers, ROWS, config.block_d, dtype=torch.float32)
+        launch(
+            broadcast_kernel,
+            workers,
+            _key(args),
+            (
+                ragged(q, rows, heads, config.block_d),
+                ragged(k, config.block_n, 1, config.block_d),
+                ragged(v, config.block_n, 1, config.block_dv),
+                ragged(grad_out.flatten(0, 1), rows, heads, config.block_dv),
+                ragged(dk, config.block_n, 1, config.block_d),
+                ragged(dv, config.block_n, 1, config.block_dv),
+            ),
+            (
+                lse.contiguous(),
+                delta,
+                shares,
+                tiles,
+                worker_offsets,
+                args.k_offsets,
+                problem.q_len,
+                args.scale * math.log2(math.e),
+                args.scale,
+                config,
+            ),
+            config.options,
+        )
+        return chosen(sum_of_shares(shares, q, config), dk, dv, needs)
+
+
+def _key(args: AttentionArgs) -> Hashable | None:
+    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
+    tiles, worker_offsets = args.schedule
+    places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
+    return None if places % 16 else (args.problem, args.k_offsets.dtype)
 
 
 def chosen(dq: Tensor, dk: Tensor, dv: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
