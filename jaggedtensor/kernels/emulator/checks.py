@@ -1,0 +1,188 @@
+"""Order and judgement of accesses: vector clocks over bytes, proxy fences, and poison.
+
+Each role has a timeline, and each operation of an engine is on one. An access is ordered before another if the other's
+clock has seen it; whatever is not ordered is a race, on every schedule, whether or not this one shows it. A second
+clock says up to where each timeline's ordinary stores have been made visible to the asynchronous proxy (PTX ISA,
+"Proxies" and "membar / fence.proxy.async"): it is copied at the fence and carried by barriers, as the first is.
+"""
+
+import sys
+from pathlib import Path
+
+from jaggedtensor.kernels.emulator.errors import Finding
+from jaggedtensor.kernels.emulator.memory import Allocation, Footprint, Memory, Record, View
+
+_HERE = str(Path(__file__).parent)
+
+
+def call_chain() -> tuple:
+    """(code, line) of the kernel's frames, innermost first, without the emulator's own."""
+    frame = sys._getframe(1)
+    chain = []
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_HERE):
+            chain.append((code, frame.f_lineno))
+        elif code.co_name in ("run_kernel", "run_worker"):
+            break
+        frame = frame.f_back
+    return tuple(chain)
+
+
+def lines_of(chain: tuple) -> list[str]:
+    return [f"{code.co_filename}:{line} in {code.co_name}" for code, line in chain]
+
+
+def seen(clock: list, timeline: int, time: int) -> bool:
+    """Whether `time` of a timeline is in the past of `clock`."""
+    return timeline < len(clock) and clock[timeline] >= time
+
+
+def join(clock: list, other: list) -> None:
+    """`clock` has seen what `other` has."""
+    short = len(other) - len(clock)
+    if short > 0:
+        clock.extend([0] * short)
+    for i, time in enumerate(other):
+        if time > clock[i]:
+            clock[i] = time
+
+
+class Actor:
+    """Who touches memory: a role, or an operation of an engine."""
+
+    label: str
+    clock: list
+    fenced: list
+    timeline: int
+    asynchronous = False
+    machine: "Machine"
+
+    def chain(self) -> tuple:
+        raise NotImplementedError
+
+    def time(self) -> int:
+        return self.clock[self.timeline]
+
+    def tick(self) -> None:
+        self.clock[self.timeline] += 1
+
+
+class Machine:
+    """What checks need of the machine (roles.Cluster): where findings go."""
+
+    def find(self, kind: str, message: str, actor=None, chain=None, advice: str = "") -> Finding:
+        raise NotImplementedError
+
+
+def _conflict(actor: Actor, allocation: Allocation, record: Record, doing: str, did: str) -> None:
+    other = lines_of(record.where)
+    actor.machine.find(
+        "race",
+        f"{actor.label} {doing} {allocation.name} while {record.actor} {did} it: nothing orders the two",
+        actor,
+        advice=f"{record.actor} {did} it at {other[0] if other else '?'}"
+        + (f" (from {other[-1]})" if len(other) > 1 else "")
+        + "; a wait, or an arrival before it, is missing, too early, or on the wrong slot or phase",
+    )
+
+
+def _unfenced(actor: Actor, allocation: Allocation, record: Record) -> None:
+    other = lines_of(record.where)
+    actor.machine.find(
+        "missing fence",
+        f"{actor.label} reads {allocation.name} through the asynchronous proxy, but the ordinary stores of "
+        f"{record.actor} were not fenced",
+        actor,
+        advice=f"fence_async_shared() between the store at {other[0] if other else '?'} and the arrival that publishes it",
+    )
+
+
+def _overlapping(records: list, footprint: Footprint):
+    low, high, mask = footprint.low, footprint.high, footprint.mask
+    return [r for r in records if r.low < high and low < r.high and r.mask & mask]
+
+
+def _subtract(records: list, footprint: Footprint) -> None:
+    """Forget what a later write, ordered after it, stands for."""
+    keep = ~footprint.mask
+    for record in _overlapping(records, footprint):
+        record.mask &= keep
+    records[:] = [r for r in records if r.mask]
+
+
+def on_read(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
+    """A read: of bytes written, and by nobody who might still be writing."""
+    clock = actor.clock
+    for record in _overlapping(allocation.writes, footprint):
+        if not seen(clock, record.timeline, record.time):
+            _conflict(actor, allocation, record, "reads", "writes")
+        elif actor.asynchronous and record.generic and not seen(actor.fenced, record.timeline, record.time):
+            _unfenced(actor, allocation, record)
+    if not allocation.covers(footprint):
+        missing = (footprint.mask & ~allocation.valid).bit_count() * 2
+        actor.machine.find(
+            "uninitialised",
+            f"{actor.label} reads {allocation.name}, of which nobody has written {missing} bytes",
+            actor,
+            advice=f"who should fill {allocation.name}, and the slot or slice that is read",
+        )
+        allocation.valid |= footprint.mask  # once is enough
+    reads = allocation.reads
+    timeline = actor.timeline
+    for record in reads:
+        if record.timeline == timeline and record.mask & ~footprint.mask == 0 and seen(clock, timeline, record.time):
+            record.time = actor.time()
+            record.mask = footprint.mask
+            record.low, record.high = footprint.low, footprint.high
+            record.where = actor.chain()
+            return
+    reads.append(_record(actor, footprint))
+
+
+def on_write(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
+    """A write: after every access that is there, and of bytes that then are valid."""
+    clock = actor.clock
+    for record in _overlapping(allocation.writes, footprint):
+        if not seen(clock, record.timeline, record.time):
+            _conflict(actor, allocation, record, "writes", "writes")
+    for record in _overlapping(allocation.reads, footprint):
+        if not seen(clock, record.timeline, record.time):
+            _conflict(actor, allocation, record, "writes", "reads")
+    _subtract(allocation.writes, footprint)
+    _subtract(allocation.reads, footprint)
+    allocation.valid |= footprint.mask
+    allocation.writes.append(_record(actor, footprint))
+
+
+def _record(actor: Actor, footprint: Footprint) -> Record:
+    return Record(
+        footprint.low,
+        footprint.high,
+        footprint.mask,
+        actor.timeline,
+        actor.time(),
+        actor.label,
+        actor.chain(),
+        not actor.asynchronous,
+    )
+
+
+def twin(view: View, memory: Memory) -> Allocation:
+    """The allocation that a view means in `memory`: its own, or the same bytes of another CTA."""
+    own = view.allocation
+    if own.memory is memory:
+        return own
+    return next(a for a in memory.allocations if a.start == own.start)
+
+
+def load(actor: Actor, view: View, memory: Memory):
+    """Checked read: data in register types."""
+    on_read(actor, twin(view, memory), view.footprint())
+    return view.read(memory)
+
+
+def store(actor: Actor, view: View, memory: Memory, data) -> None:
+    """Checked write."""
+    on_write(actor, twin(view, memory), view.footprint())
+    view.write(memory, data)

@@ -1,0 +1,1 @@
+"""Gluon's language, emulated. Importing this registers every emulated name."""
