@@ -695,6 +695,7 @@ class JaggedTensor:
         return_lse: bool = False,
         backend: str | None = None,
         deterministic: bool = False,
+        group: Any = None,
     ) -> Any:
         """Attention of `query` to every sequence, this tensor being the keys; see `jaggedtensor.attend`.
 
@@ -714,6 +715,7 @@ class JaggedTensor:
             return_lse=return_lse,
             backend=backend,
             deterministic=deterministic,
+            group=group,
         )
 
     def prepare(
@@ -798,6 +800,28 @@ class JaggedTensor:
         from jaggedtensor.ops.plan import explain
 
         return explain(self, query, values, causal=causal, window=window, backend=backend, device=device)
+
+    # -- several ranks ------------------------------------------------------------------------------------------------
+
+    def shard(self, mesh: Any, dim: int = 1, *, cost: Callable[[Tensor], Tensor] | None = None) -> Self:
+        """This rank's part of a batch that every rank of a one-dimensional mesh (or process group) has.
+
+        `dim=1` cuts each sequence into consecutive parts of equal size, for `keys.attend(query, group=mesh)`; a short
+        sequence has empty parts. `dim=0` deals whole sequences, by `cost` of their lengths (tokens if left out).
+        The gradient is that of the whole batch, on every rank.
+
+        Raises:
+            ValueError: the mesh does not fit, or the batches of the ranks differ; on every rank.
+        """
+        from jaggedtensor.distributed.shards import shard
+
+        return shard(self, mesh, dim, cost)  # type: ignore[return-value]
+
+    def gather(self) -> Self:
+        """The whole batch on every rank, in its order, from what `shard` gave or what was made of it by token."""
+        from jaggedtensor.distributed.shards import gather
+
+        return gather(self)  # type: ignore[return-value]
 
     # -- Python -------------------------------------------------------------------------------------------------------
 

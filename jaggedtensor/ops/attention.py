@@ -35,6 +35,7 @@ def attend(
     return_lse: bool = False,
     backend: str | None = None,
     deterministic: bool = False,
+    group: Any = None,
 ) -> Any:
     """Softmax attention of queries to the sequences of a jagged batch (Vaswani et al. 2017).
 
@@ -60,6 +61,9 @@ def attend(
             None chooses.
         deterministic: same bits in the gradients from run to run. (Forward, and the gradient of a broadcast query,
             always are.)
+        group: a process group or one-dimensional `DeviceMesh` over whose ranks the keys of each sequence are spread:
+            every rank has the same queries and its part of each sequence, as `keys.shard(mesh)` gives it, and gets the
+            whole result (see `jaggedtensor.distributed`).
 
     Returns:
         Tensor `[B, Lq, Hq, Dv]`, or a JaggedTensor on the layout of a jagged query, in the dtype of the inputs. A query
@@ -72,6 +76,13 @@ def attend(
         ValueError: shapes, heads, batch sizes, devices or layouts do not fit.
         NotImplementedError: the backend cannot serve this; the message says what it lacks.
     """
+    if group is not None:
+        from jaggedtensor.distributed.attention import attend_over
+
+        return attend_over(
+            group, query, key, value, scale=scale, causal=causal, window=window, return_lse=return_lse,
+            backend=backend, deterministic=deterministic,
+        )  # fmt: skip
     if not isinstance(key, JaggedTensor):
         fail("key", "a JaggedTensor", key, "for dense keys use torch's scaled_dot_product_attention", error=TypeError)
     value = key if value is None else value

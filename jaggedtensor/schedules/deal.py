@@ -79,6 +79,32 @@ def deal(units: Units, request: ScheduleRequest) -> Dealt:
     return Dealt(_tiles(units, unit, head, surplus), owner.masked_fill_(surplus, -1), offsets, total)
 
 
+def deal_items(cost: Tensor, workers: int, kind: ScheduleKind) -> Tensor:
+    """The worker of each item, int64 `[n]`, for items that are no tiles: sequences dealt to ranks, for example.
+
+    Args:
+        cost: int64 `[n]`, 0 and more; an item of no cost is dealt as one of 1.
+        kind: `CONTIGUOUS`, `ROUND_ROBIN`, `ZIGZAG` or `LPT`.
+    """
+    count, order = cost.shape[0], None
+    if kind in (ScheduleKind.ZIGZAG, ScheduleKind.LPT):
+        cost, order = cost.clamp(min=1).sort(descending=True, stable=True)
+        cost = torch.cat((cost, cost.new_zeros(1)))  # what is dealt after the last item
+    items = torch.tensor(count, device=cost.device)
+    if count == 0:
+        return torch.zeros(0, dtype=torch.int64, device=cost.device)
+    if kind is ScheduleKind.CONTIGUOUS:
+        hands = _contiguous(items, count, workers)
+    elif kind is ScheduleKind.ROUND_ROBIN:
+        hands = _round_robin(items, count, workers)
+    elif kind is ScheduleKind.ZIGZAG:
+        hands = _zigzag(cost, count, 1, workers, 0)
+    else:
+        hands = _least_loaded(cost, count, 1, workers, 0)
+    places = hands.places if order is None else order[hands.places]
+    return torch.empty_like(places).scatter_(0, places, hands.owners)
+
+
 def _tiles(units: Units, unit: Tensor, head: Tensor, surplus: Tensor) -> Tensor:
     """Rows of the schedule; the last unit is surplus."""
     tiles = units.rows.index_select(0, unit.masked_fill_(surplus, units.capacity))

@@ -28,11 +28,12 @@ LAYERS = [
     ["tensor"],
     ["torch_functions", "interop", "ops.attention"],
     ["ops.plan", "schedules.plot"],
-    ["nn", "explain", "doctor"],
+    ["nn", "data", "distributed", "explain", "doctor"],
     ["testing"],
 ]
 # Methods that hand over to what is built on their class, and import it when they are called.
 UPWARD_WHEN_CALLED = {("tensor", "ops.attention"), ("tensor", "ops.plan"), ("layout", "schedules.build")}
+UPWARD_WHEN_CALLED |= {("tensor", "distributed"), ("ops.attention", "distributed")}
 FAMILIES = {"kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell"}
 PACKAGES = {"", "ops", "kernels"}  # packages that hold layers rather than belong to one
 
