@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 
+class WrongValue(AssertionError):
+    """An output does not hold what it should."""
+
+
 @dataclass(frozen=True)
 class Operands:
     """Fresh arguments of one launch.
@@ -29,13 +33,13 @@ class Operands:
     tolerance: float = 0.0
 
     def check(self) -> None:
-        """Raises AssertionError, with the name of the output and the first place, where a value is wrong."""
+        """Raises WrongValue, with the name of the output and the first place, where a value is wrong."""
         for name, (got, expected) in self.outputs.items():
             got = got.detach().cpu().double()
             wrong = ~((got - expected.double()).abs() <= self.tolerance)
             if wrong.any():
                 place = tuple(int(i) for i in wrong.nonzero()[0])
-                raise AssertionError(
+                raise WrongValue(
                     f"{name}: {int(wrong.sum())} of {wrong.numel()} values are wrong, the first at {place}: "
                     f"{got[place].item()}, expected {expected[place].item()}"
                 )
@@ -64,7 +68,8 @@ class Case:
         """Runs on the emulator, checks the values, gives the report.
 
         Raises:
-            AssertionError: a value is wrong. What the emulator finds it raises itself.
+            EmulationError: the emulator has found something.
+            WrongValue: nothing but a value is wrong.
         """
         from jaggedtensor.kernels.emulator import emulate
 
@@ -80,6 +85,7 @@ class Case:
             seed=seed,
             **self.constexprs,
         )
+        report.raise_if_bad()
         operands.check()
         return report
 
@@ -116,7 +122,8 @@ class Bad:
 
     Attributes:
         change: the name of a mutant (`jaggedtensor.testing.mutants`), or what is changed, if `edit` says how.
-        kinds: the findings that report it, all that occur: `kind` of the emulator's errors, or "wrong value".
+        kinds: the findings that may come first, by schedule: `kind` of the emulator's errors, or "wrong value". The
+            first of them must occur, and no other.
         edit: a text that is once in the device code, and what takes its place.
     """
 

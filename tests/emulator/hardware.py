@@ -23,7 +23,15 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-FAMILIES = ["tma_ring", "wgmma_shared", "wgmma_registers", "reduce_add", "staged_store"]
+FAMILIES = [
+    "tma_ring",
+    "wgmma_shared",
+    "wgmma_registers",
+    "reduce_add",
+    "staged_store",
+    "cluster_multicast",
+    "cluster_exchange",
+]
 REPEATS = 20  # of each case: what a race does to a value is luck
 RUN_SECONDS = 6.0
 COMPILE_SECONDS = 40.0
@@ -44,7 +52,7 @@ class Result:
 
 def run(result: Result, send: Any) -> None:
     """In a process of its own; sends the result as far as it is known before everything that may hang."""
-    log = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR)
+    log, _ = tempfile.mkstemp()
     os.dup2(log, 2)  # the driver writes there what a device assertion says
     if result.consan:
         os.environ["TRITON_INSTRUMENTATION_MODE"] = "consan"
@@ -52,6 +60,7 @@ def run(result: Result, send: Any) -> None:
 
     from triton import knobs
 
+    from jaggedtensor.testing.families import WrongValue
     from jaggedtensor.testing.mutants import bad_variant, load_module, source_of
 
     knobs.refresh_knobs()
@@ -73,7 +82,7 @@ def run(result: Result, send: Any) -> None:
                 for _ in range(1 if result.consan else REPEATS):
                     case.launch()
                 result.outcome = "right"
-            except AssertionError as error:
+            except WrongValue as error:
                 result.outcome, result.detail = "wrong value", str(error)
             except Exception as error:
                 said = os.pread(log, 1 << 16, 0).decode(errors="replace")
@@ -142,8 +151,7 @@ def main() -> None:
     given.output.write_text(json.dumps([asdict(result) for result in results], indent=1))
     for r in results:
         mode = "ConSan" if r.consan else "plain"
-        what = f"{r.variant or 'as it is'} | {r.detail[:100]}"
-        print(f"{r.family:16} {mode:6} {r.outcome or 'not run':16} {r.seconds:5.1f} s  {what}")
+        print(f"{r.family} {mode} {r.outcome or 'not run'} {r.seconds} s | {r.variant[:50]} | {r.detail[:45]}")
 
 
 if __name__ == "__main__":

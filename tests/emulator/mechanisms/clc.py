@@ -98,6 +98,13 @@ def case(tiles: int, stages: int) -> Case:
 
 CASES = [case(1, stages=1), case(5, stages=2), case(9, stages=3), case(3, stages=4)]
 
-BAD: list[Bad] = []
+BAD = [
+    Bad("work_role: delete mbarrier.wait(offered.index(slot), phase)", ("race",)),
+    Bad("work_role: move up mbarrier.arrive(taken.index(slot))", ("race",)),
+    Bad("request_role: delete mbarrier.wait(taken.index(slot), phase ^ 1)", ("race",)),
+    Bad("request_role: half the bytes in mbarrier.expect(offered.index(slot), 16)", ("wrong bytes",)),
+    Bad("request_role: delete mbarrier.wait(offered.index(slot), phase)", ("race",)),
+    Bad("work_role: delete mbarrier.arrive(taken.index(slot))", ("deadlock",)),
+]
 
 FAMILY = Family("clc", CASES, bad=BAD)

@@ -113,11 +113,11 @@ CASES = [
 BAD = [
     Bad("compute_role: delete fence_async_shared()", ("missing fence",)),
     Bad("compute_role: move up mbarrier.arrive(full.index(slot))", ("missing fence",)),
-    Bad("compute_role: delete mbarrier.wait(empty.index(slot), phase)", ("race",)),
-    Bad("store_role: delete mbarrier.wait(full.index(slot), (step // STAGES) & 1)", ("race",)),
+    Bad("compute_role: delete mbarrier.wait(empty.index(slot), phase)", ("race", "deadlock", "lap")),
+    Bad("store_role: delete mbarrier.wait(full.index(slot), (step // STAGES) & 1)", ("race", "uninitialised")),
     Bad("store_role: one more in tma.store_wait(1)", ("race",)),
     Bad("store_role: delete tma.store_wait(0)", ("outstanding",)),
-    Bad("compute_role: no flip in phase = phase ^ 1", ("race",)),
+    Bad("compute_role: no flip in phase = phase ^ 1", ("race", "lap", "deadlock")),
     Bad("released without having been read", ("race",), ("(step + STAGES - 1) % STAGES), pred=step > 0", "slot)")),
 ]
 

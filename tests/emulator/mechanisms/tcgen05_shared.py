@@ -153,6 +153,22 @@ CASES = [
     case([2, 0, 5, 1], stages=3, programs=2),
 ]
 
-BAD: list[Bad] = []
+BAD = [
+    Bad("mma_role: delete mbarrier.wait(full.index(s), (step // STAGES) & 1)", ("race",)),
+    Bad("mma_role: delete mbarrier.wait(done.index(t), (turn // ACCUMULATORS + 1) & 1)", ("race",)),
+    Bad("mma_role: delete tcgen05_commit(ready.index(t))", ("deadlock",)),
+    Bad("mma_role: move up tcgen05_commit(ready.index(t))", ("race",)),
+    Bad("store_role: delete mbarrier.wait(ready.index(t), (turn // ACCUMULATORS) & 1)", ("race",)),
+    Bad("store_role: move up mbarrier.arrive(done.index(t))", ("race",)),
+    Bad(
+        "load_role: half the bytes in mbarrier.expect(full.index(s), a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)",
+        ("wrong bytes",),
+    ),
+    Bad(
+        "the bytes of one operand are expected",
+        ("wrong bytes",),
+        ("a_desc.nbytes_per_cta + b_desc.nbytes_per_cta", "a_desc.nbytes_per_cta"),
+    ),
+]
 
 FAMILY = Family("tcgen05_shared", CASES, bad=BAD)

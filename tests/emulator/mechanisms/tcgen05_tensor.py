@@ -173,6 +173,15 @@ CASES = [
     case([2, 0, 5, 1], stages=(2, 3), programs=2),
 ]
 
-BAD: list[Bad] = []
+BAD = [
+    Bad("mma_role: delete mbarrier.wait(a_full.index(t), (step // A_STAGES) & 1)", ("race",)),
+    Bad("mma_role: delete mbarrier.wait(done, done_phase)", ("race",)),
+    Bad("compute_role: delete mbarrier.wait(a_empty.index(t), (step // A_STAGES + 1) & 1)", ("race",)),
+    Bad("compute_role: move up mbarrier.arrive(a_full.index(t))", ("race",)),
+    Bad("compute_role: delete mbarrier.wait(ready, ready_phase)", ("race",)),
+    Bad("compute_role: no flip in ready_phase = ready_phase ^ 1", ("race",)),
+    Bad("load_role: half the bytes in mbarrier.expect(full.index(s), b_desc.nbytes_per_cta)", ("wrong bytes",)),
+    Bad("compute_role: delete mbarrier.arrive(done)", ("deadlock",)),
+]
 
 FAMILY = Family("tcgen05_tensor", CASES, bad=BAD)

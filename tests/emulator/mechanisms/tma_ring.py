@@ -113,12 +113,12 @@ CASES = [
 ]
 
 BAD = [
-    Bad("fold_role: delete mbarrier.wait(full.index(slot), phase)", ("race",)),
-    Bad("load_role: delete mbarrier.wait(empty.index(slot), phase)", ("race",)),
+    Bad("fold_role: delete mbarrier.wait(full.index(slot), phase)", ("uninitialised", "race")),
+    Bad("load_role: delete mbarrier.wait(empty.index(slot), phase)", ("race", "over-arrival")),
     Bad("fold_role: move up mbarrier.arrive(empty.index(slot))", ("race",)),
     Bad("load_role: half the bytes in mbarrier.expect(full.index(slot), x_desc.nbytes_per_cta)", ("wrong bytes",)),
-    Bad("load_role: no flip in phase = phase ^ 1", ("race",)),
-    Bad("fold_role: no flip in phase = phase ^ 1", ("race",)),
+    Bad("load_role: no flip in phase = phase ^ 1", ("deadlock", "over-arrival", "race")),
+    Bad("fold_role: no flip in phase = phase ^ 1", ("deadlock", "lap")),
     Bad("kernel: one more in mbarrier.init(empty.index(s), count=1)", ("deadlock",)),
     Bad("the first round waits", ("deadlock",), ("phase = 1  #", "phase = 0  #")),
     Bad("more bytes are expected", ("wrong bytes",), ("x_desc.nbytes_per_cta)", "x_desc.nbytes_per_cta + 16)")),

@@ -204,6 +204,15 @@ CASES = [
     case([2, 0, 4, 1], stages=3, programs=2),
 ]
 
-BAD: list[Bad] = []
+BAD = [
+    Bad("mma_role: delete mbarrier.wait(p_full, s_phase)", ("race",)),
+    Bad("mma_role: delete mbarrier.wait(o_empty, tile_phase ^ 1)", ("race",)),
+    Bad("softmax_role: delete mbarrier.wait(s_full, s_phase)", ("race",)),
+    Bad("softmax_role: move up mbarrier.arrive(p_full)", ("race",)),
+    Bad("softmax_role: no flip in s_phase = s_phase ^ 1", ("race",)),
+    Bad("mma_role: move up tcgen05_commit(o_full)", ("race",)),
+    Bad("softmax_role: other phase in mbarrier.wait(s_full, s_phase)", ("race",)),
+    Bad("mma_role: delete mbarrier.wait(q_full, tile_phase)", ("race",)),
+]
 
 FAMILY = Family("tmem_alias", CASES, bad=BAD)

@@ -177,6 +177,22 @@ CASES = [
     case([0, 1, 3], stages=2, ctas=4),
 ]
 
-BAD: list[Bad] = []
+BAD = [
+    Bad("mma_role: delete mbarrier.wait(full.index(s), (step // STAGES) & 1)", ("race",)),
+    Bad("mma_role: delete mbarrier.wait(done, done_phase)", ("race",)),
+    Bad("store_role: delete mbarrier.arrive(done)", ("deadlock",)),
+    Bad("store_role: move up mbarrier.arrive(done)", ("race",)),
+    Bad("store_role: delete fence_async_shared()", ("missing fence",)),
+    Bad(
+        "one CTA's bytes are expected twice",
+        ("wrong bytes",),
+        ("a_desc.nbytes_per_cta + b_desc.nbytes_per_cta", "2 * (a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)"),
+    ),
+    Bad(
+        "the pair's readers count as one",
+        ("over-arrival",),
+        ("done = mbarrier.allocate_mbarrier(two_ctas=True)", "done = mbarrier.allocate_mbarrier()"),
+    ),
+]
 
 FAMILY = Family("two_cta", CASES, bad=BAD)

@@ -144,12 +144,12 @@ CASES = [
 ]
 
 BAD = [
-    Bad("attend_role: delete mbarrier.wait(q_full, q_phase)", ("race",)),
-    Bad("attend_role: delete s = warpgroup_mma_wait(0, deps=(s_token,))", ("race",)),
+    Bad("attend_role: delete mbarrier.wait(q_full, q_phase)", ("deadlock", "lap", "race", "uninitialised")),
+    Bad("attend_role: delete s = warpgroup_mma_wait(0, deps=(s_token,))", ("accumulator in flight",)),
+    Bad("attend_role: one more in warpgroup_mma_wait(0, deps=(o_token,))", ("race", "accumulator in flight")),
     Bad("attend_role: move up mbarrier.arrive(empty.index(k_slot))", ("race",)),
-    Bad("attend_role: one more in warpgroup_mma_wait(0, deps=(o_token,))", ("race",)),
-    Bad("attend_role: no flip in q_phase = q_phase ^ 1", ("race",)),
-    Bad("load_role: delete mbarrier.wait(q_empty, q_phase)", ("race",)),
+    Bad("attend_role: no flip in q_phase = q_phase ^ 1", ("lap", "deadlock", "over-arrival", "race")),
+    Bad("load_role: delete mbarrier.wait(q_empty, q_phase)", ("race", "over-arrival")),
     Bad("load_role: half the bytes in mbarrier.expect(q_full, q_desc.nbytes_per_cta)", ("wrong bytes",)),
     Bad("attend_role: delete mbarrier.arrive(empty.index(v_slot))", ("deadlock",)),
 ]
