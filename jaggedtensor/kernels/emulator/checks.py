@@ -114,10 +114,11 @@ def _subtract(records: list, footprint: Footprint) -> None:
 def on_read(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
     """A read: of bytes written, and by nobody who might still be writing."""
     clock = actor.clock
+    fenced = actor.asynchronous and not allocation.memory.tensor  # tensor memory has no proxies
     for record in _overlapping(allocation.writes, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "reads", "writes")
-        elif actor.asynchronous and record.generic and not seen(actor.fenced, record.timeline, record.time):
+        elif fenced and record.generic and not seen(actor.fenced, record.timeline, record.time):
             _unfenced(actor, allocation, record)
     if not allocation.covers(footprint):
         missing = (footprint.mask & ~allocation.valid).bit_count() * 2
@@ -173,7 +174,11 @@ def twin(view: View, memory: Memory) -> Allocation:
     own = view.allocation
     if own.memory is memory:
         return own
-    return next(a for a in memory.allocations if a.start == own.start)
+    found = next((a for a in memory.allocations if a.start == own.start), None)
+    if found is None:  # the other CTA has not come so far, or has given the bytes back
+        found = Allocation(memory, own.name, own.start, own.nbytes, own.where)
+        found.valid = -1
+    return found
 
 
 def load(actor: Actor, view: View, memory: Memory):

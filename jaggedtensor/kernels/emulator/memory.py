@@ -18,8 +18,9 @@ from jaggedtensor.kernels.emulator.language.values import STORAGE, from_storage,
 
 GRANULE = 2  # bytes that are watched together
 SHARED_BYTES = 227 * 1024  # per CTA, SM90 and SM100 (CUDA programming guide, compute capabilities 9.0 and 10.0)
-LANES, LANE_BYTES = 128, 2048
-TENSOR_COLUMNS = LANE_BYTES // 4
+TENSOR_COLUMNS = 512
+LANES = 128
+LANE_BYTES = 2 * TENSOR_COLUMNS * 4  # twice what there is: buffers of 64 lanes that share columns get their own here
 POISON = 0xFF  # NaN in every floating-point type, -1 in the signed ones
 
 
@@ -97,6 +98,7 @@ class Allocation:
     writes: list = field(default_factory=list)
     reads: list = field(default_factory=list)
     valid: int = 0  # a bit per granule that has been written
+    half: bool = False  # tensor memory: 64 lanes, so that two fit in the same columns
 
     def covers(self, footprint: Footprint) -> bool:
         return (footprint.mask & ~self.valid) == 0
@@ -112,11 +114,12 @@ class Memory:
         self.kind = kind
         self.cta = cta
         self.tensor = kind == "tensor"
-        self.capacity = TENSOR_COLUMNS if self.tensor else SHARED_BYTES
+        self.capacity = LANE_BYTES // 4 if self.tensor else SHARED_BYTES
         self.data = torch.full((LANES * LANE_BYTES if self.tensor else SHARED_BYTES,), POISON, dtype=torch.uint8)
         self.allocations: list[Allocation] = []
         self.dead: list[Allocation] = []  # given back, but accesses of theirs may still be under way
         self.peak = 0
+        self.peak_columns = 0
         self._views: dict[torch.dtype, torch.Tensor] = {}
 
     def typed(self, dtype: torch.dtype) -> torch.Tensor:
@@ -159,7 +162,7 @@ class Memory:
     def renew(self) -> None:
         """For the next CTA: nothing allocated, what was used poisoned."""
         self._poison(0, self.peak)
-        self.allocations, self.dead, self.peak = [], [], 0
+        self.allocations, self.dead, self.peak, self.peak_columns = [], [], 0, 0
 
     def _poison(self, start: int, size: int) -> None:
         if self.tensor:

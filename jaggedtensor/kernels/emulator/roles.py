@@ -73,6 +73,7 @@ class Role(Actor):
         self.products: list = []  # wgmma groups, oldest first
         self.copies: list = []  # cp.async of the group that is not yet committed
         self.copy_groups: list = []
+        self.has_initialised = False  # barriers of a cluster, and the others have not been told
         self.stats = RoleStats(name, cta.rank)
         cluster.roles.append(self)
 
@@ -111,6 +112,36 @@ class Role(Actor):
 def current() -> Role:
     """The role that runs now."""
     return greenlet.getcurrent().role
+
+
+def meet_twins(role: Role, ordered: bool = True) -> None:
+    """A barrier of the cluster: this role and its twins in the other CTAs. Its clocks count only if `ordered`."""
+    cluster = role.cluster
+    if len(cluster.ctas) == 1:
+        return
+    gate = cluster.gates.setdefault(role.name, {"come": 0, "generation": 0, "clock": [], "fenced": []})
+    generation = gate["generation"]
+    role.pause()
+    join(gate["clock"], role.clock)
+    join(gate["fenced"], role.fenced)
+    role.tick()
+    gate["come"] += 1
+    cluster.event(role, "cluster barrier", 0, (), (), role.chain())
+    if gate["come"] == len(cluster.ctas):
+        gate["come"] = 0
+        gate["generation"] += 1
+        gate["released"] = (list(gate["clock"]), list(gate["fenced"]))
+    role.wait_until(lambda: gate["generation"] > generation, "the other CTAs at a cluster barrier")
+    if ordered:
+        join(role.clock, gate["released"][0])
+        join(role.fenced, gate["released"][1])
+
+
+def settle_inits(role: Role) -> None:
+    """Before the first use of barriers in a cluster, the compiler puts fence.mbarrier_init and a cluster barrier."""
+    if role.has_initialised:
+        role.has_initialised = False
+        meet_twins(role)
 
 
 class Operation(Actor):
@@ -161,10 +192,6 @@ class Operation(Actor):
     def tick(self) -> None:
         """An operation's clock stands still: it is over when it has told anybody."""
 
-    def touches(self) -> list:
-        """The CTAs whose memory it uses."""
-        return [self.cta]
-
     def ready(self) -> bool:
         return self.lane.queue is None or self.lane.queue[0] is self
 
@@ -199,7 +226,8 @@ class Cluster(Machine):
         self.turn = 0
         self.steps = 0
         self.failure: BaseException | None = None
-        self.gates: dict = {}  # cluster-wide barriers: who has come
+        self.gates: dict = {}  # cluster barriers and global words: who has come, and what they had seen
+        self.two_ctas = False  # whether its tensor-core instructions work on pairs of CTAs
         self._plan()
 
     # Order ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from jaggedtensor.kernels.emulator.checks import join
 from jaggedtensor.kernels.emulator.errors import EmulationError, UnknownBuiltin
-from jaggedtensor.kernels.emulator.language import arithmetic, control, hopper, shared  # noqa: F401  they register
+from jaggedtensor.kernels.emulator.language import arithmetic, blackwell, control, hopper, shared  # noqa: F401  they register
 from jaggedtensor.kernels.emulator.language.hopper import TensorMap
 from jaggedtensor.kernels.emulator.language.values import FROM_TORCH, Pointer, Scalar, literal_type, wrap
 from jaggedtensor.kernels.emulator.memory import GlobalBuffer, GlobalDescriptor, Memory
@@ -166,28 +166,25 @@ def _run_program(launch: Launch, program: tuple, report: Report, memories) -> No
     report.roles += [role.stats for role in cluster.roles]
     for cta in ctas:
         report.shared_peak = max(report.shared_peak, cta.shared.peak)
-        report.tensor_peak = max(report.tensor_peak, cta.tensor.peak)
+        report.tensor_peak = max(report.tensor_peak, cta.tensor.peak_columns)
     if not report.findings:
         _check_end(cluster)
 
 
 def _check_end(cluster: Cluster) -> None:
-    """When a CTA ends, no engine may still be at its memory, and no barrier half way to a phase with bytes to come."""
-    for cta in cluster.ctas:
-        end: list = []
-        for role in cluster.roles:
-            if role.cta is cta:
-                join(end, role.clock)
-        for role in cluster.roles:
-            for operation in role.unseen:
-                if operation.kind == "commit" or operation.seen_by(end):
-                    continue
-                if role.cta is not cta and cta not in operation.touches():
-                    continue
-                cluster.find(
-                    "outstanding",
-                    f"CTA {cta.rank} ends while {operation.label} ({operation.event.name}) may still be at its memory: "
-                    "nobody has waited for it",
-                    operation,
-                    advice="store_wait(0), a wait for the last full or commit barrier, or as many steps in every role",
-                )
+    """When a CTA ends, no engine may still be at its memory. CTAs of a cluster end together: the compiler puts a cluster
+    barrier before the end."""
+    end: list = []
+    for role in cluster.roles:
+        join(end, role.clock)
+    for role in cluster.roles:
+        for operation in role.unseen:
+            if operation.kind == "commit" or operation.seen_by(end):
+                continue
+            cluster.find(
+                "outstanding",
+                f"the CTA ends while {operation.label} ({operation.event.name}) may still be at its memory: nobody has "
+                "waited for it",
+                operation,
+                advice="store_wait(0), a wait for the last full or commit barrier, or as many steps in every role",
+            )

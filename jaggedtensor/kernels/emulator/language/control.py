@@ -27,7 +27,7 @@ from jaggedtensor.kernels.emulator.language.values import (
     type_of,
     wrap,
 )
-from jaggedtensor.kernels.emulator.roles import Role, current
+from jaggedtensor.kernels.emulator.roles import Role, current, meet_twins, settle_inits
 
 # Programs and loops -------------------------------------------------------------------------------------------------
 
@@ -133,25 +133,7 @@ def barrier(*, cluster=False):
 @emulates("hopper.cluster.barrier", "blackwell.cluster.barrier")
 def cluster_barrier(relaxed=False):
     """barrier.cluster.arrive and .wait by the twins of this role in all CTAs (release and acquire unless relaxed)."""
-    role = current()
-    cluster = role.cluster
-    if len(cluster.ctas) == 1:
-        return
-    gate = cluster.gates.setdefault(role.name, {"come": [], "generation": 0, "clock": [], "fenced": []})
-    generation = gate["generation"]
-    role.pause()
-    join(gate["clock"], role.clock)
-    join(gate["fenced"], role.fenced)
-    role.tick()
-    gate["come"].append(role.cta.rank)
-    cluster.event(role, "cluster barrier", 0, (), (), role.chain())
-    if len(gate["come"]) == len(cluster.ctas):
-        gate["come"].clear()
-        gate["generation"] += 1
-        gate["released"] = (list(gate["clock"]), list(gate["fenced"]))
-    role.wait_until(lambda: gate["generation"] > generation, "the other CTAs at a cluster barrier")
-    join(role.clock, gate["released"][0])
-    join(role.fenced, gate["released"][1])
+    meet_twins(current(), not relaxed)
 
 
 # warp_specialize ----------------------------------------------------------------------------------------------------
@@ -189,6 +171,7 @@ def _check_registers(role: Role, warps, registers) -> None:
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """The default partition runs in the caller's warps; each worker is a role of its own. Returns when all are done."""
     role = current()
+    settle_inits(role)
     (default, default_args), *workers = functions_and_args
     if len(workers) != len(worker_num_warps):
         raise ValueError(f"{len(workers)} workers, but {len(worker_num_warps)} warp counts")

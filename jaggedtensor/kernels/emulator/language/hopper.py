@@ -17,7 +17,7 @@ from jaggedtensor.kernels.emulator.language.shared import (
 from jaggedtensor.kernels.emulator.language.splits import split_bases, split_place, split_shape, split_slices
 from jaggedtensor.kernels.emulator.language.values import Tensor, as_scalar, number
 from jaggedtensor.kernels.emulator.memory import GlobalDescriptor, View, nbytes
-from jaggedtensor.kernels.emulator.roles import Role, current
+from jaggedtensor.kernels.emulator.roles import Role, current, settle_inits
 
 # Fences -------------------------------------------------------------------------------------------------------------
 
@@ -116,6 +116,7 @@ def _own_coordinates(descriptor: TensorMap, buffer: SharedDescriptor, coordinate
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, cache_policy=None):
     """Each CTA loads its share; with `multicast`, one of those that hold the same share loads it for all of them."""
     role = current()
+    settle_inits(role)
     role.pause()
     if not bool(number(pred)):
         return
@@ -202,6 +203,7 @@ def make_tensor_descriptor(base, shape, strides, block_shape, layout, padding_op
 def async_store(dst, value, mbarrier):
     """st.async to whichever CTA holds each part of `dst`, from the CTA that has that part of the block."""
     role = current()
+    settle_inits(role)
     role.pause()
     if len(role.cluster.ctas) < 2:
         raise ValueError("async_store needs a cluster of at least two CTAs")

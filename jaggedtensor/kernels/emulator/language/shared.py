@@ -17,7 +17,7 @@ from jaggedtensor.kernels.emulator.language.registry import emulates
 from jaggedtensor.kernels.emulator.language.splits import split_bases, split_shape, split_slices
 from jaggedtensor.kernels.emulator.language.values import STORAGE, Tensor, as_torch, from_storage, number, to_storage
 from jaggedtensor.kernels.emulator.memory import Holder, IndexedView, View, row_major
-from jaggedtensor.kernels.emulator.roles import Cta, Role, current
+from jaggedtensor.kernels.emulator.roles import Cta, Role, current, settle_inits
 
 
 class Sizes(tuple):
@@ -314,7 +314,13 @@ def barrier_at(descriptor: SharedDescriptor, rank: int | None = None) -> tuple[C
     return cta, descriptor.view.offset, cta.barriers.get(descriptor.view.offset)
 
 
-def is_leader(descriptor: SharedDescriptor, rank: int) -> bool:
+def group_size(descriptor: SharedDescriptor) -> int:
+    """How many CTAs share a barrier's word."""
+    return 2 ** sum(not any(basis) for basis in descriptor.bases)
+
+
+def is_lead(descriptor: SharedDescriptor, rank: int) -> bool:
+    """Whether the word is in this CTA's memory."""
     return home(descriptor, rank) == rank
 
 
@@ -326,12 +332,14 @@ def barrier_event(role: Role, kind: str, descriptor, after=()) -> Any:
 
 @emulates("nvidia.mbarrier.init")
 def mbarrier_init(mbarrier, count):
-    """One thread of the CTA that owns the word; the others must be told (warp_specialize does, or a cluster barrier)."""
+    """By the lead of the CTAs that share the word, with a count for each of them (Gluon tutorial 14, multi-CTA)."""
     role = current()
     role.pause()
     cta, address, known = barrier_at(mbarrier)
-    if not is_leader(mbarrier, role.cta.rank):
+    role.has_initialised = len(role.cluster.ctas) > 1
+    if not is_lead(mbarrier, role.cta.rank):
         return
+    count *= group_size(mbarrier)
     if known is not None:
         role.machine.find(
             "barrier misuse",
@@ -350,7 +358,7 @@ def mbarrier_invalidate(mbarrier):
     role = current()
     role.pause()
     cta, address, barrier = barrier_at(mbarrier)
-    if not is_leader(mbarrier, role.cta.rank):
+    if not is_lead(mbarrier, role.cta.rank):
         return
     if barrier is None or barrier.blocked or barrier.bytes or barrier.pending != barrier.count:
         state = "is not initialised" if barrier is None else f"is in use: {barrier.describe()}"
@@ -372,8 +380,9 @@ def _routed(mbarrier, from_cta) -> list[int]:
 
 @emulates("nvidia.mbarrier.arrive")
 def mbarrier_arrive(mbarrier, *, count=1, pred=True, from_cta=None):
-    """mbarrier.arrive: release, in the CTA or the cluster."""
+    """mbarrier.arrive: release, in the CTA or the cluster; CTAs that share a word all arrive on it."""
     role = current()
+    settle_inits(role)
     role.pause()
     if not bool(number(pred)):
         return
@@ -385,8 +394,10 @@ def mbarrier_arrive(mbarrier, *, count=1, pred=True, from_cta=None):
 
 @emulates("nvidia.mbarrier.expect")
 def mbarrier_expect(mbarrier, bytes_per_cta=None, pred=True, *, from_cta=None, bytes=None):
-    """mbarrier.arrive.expect_tx: one arrival, and bytes that the phase waits for."""
+    """mbarrier.arrive.expect_tx: one arrival, and bytes that the phase waits for; for CTAs that share a word, the lead
+    expects the bytes of all, and each arrives (Gluon tutorial 14)."""
     role = current()
+    settle_inits(role)
     role.pause()
     if not bool(number(pred)):
         return
@@ -394,14 +405,17 @@ def mbarrier_expect(mbarrier, bytes_per_cta=None, pred=True, *, from_cta=None, b
     event = barrier_event(role, "expect", mbarrier)
     for rank in _routed(mbarrier, from_cta):
         _, _, barrier = barrier_at(mbarrier, rank)
-        barriers.expect(role, barrier, mbarrier.label, size, event.number)
+        share = size * group_size(mbarrier) if is_lead(mbarrier, role.cta.rank) else 0
+        barriers.expect(role, barrier, mbarrier.label, share, event.number)
 
 
 @emulates("nvidia.mbarrier.wait")
 def mbarrier_wait(mbarrier, phase, pred=True, deps=()):
-    """mbarrier.try_wait.parity in a loop: acquire."""
+    """mbarrier.try_wait.parity in a loop: acquire. Of CTAs that share a word, the lead waits, and the others go on
+    (Gluon tutorial 14)."""
     role = current()
-    if not bool(number(pred)):
+    settle_inits(role)
+    if not bool(number(pred)) or not is_lead(mbarrier, role.cta.rank):
         role.pause()
         return
     cta, _, barrier = barrier_at(mbarrier)
