@@ -42,7 +42,7 @@ def attend_over(
         return_lse, options: as in `attend`.
 
     Raises:
-        NotImplementedError: causal or window, which ask for the place of a part in its sequence.
+        NotImplementedError: causal, window or block_mask, which ask for the place of a part in its sequence.
         ValueError: shapes or dtypes differ between ranks: on every rank. What one rank alone is refused, it raises as
             `attend` does, and the others raise RuntimeError.
     """
@@ -54,6 +54,9 @@ def attend_over(
     try:
         if causal or window is not None:
             fail("causal and window", "left out with group", "a mask", "attend without one, or gather the keys first",
+                 error=NotImplementedError)  # fmt: skip
+        if options.get("block_mask") is not None:
+            fail("block_mask", "left out with group", options["block_mask"], "gather the keys first",
                  error=NotImplementedError)  # fmt: skip
         wants_grad = torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
         if wants_grad:
