@@ -301,6 +301,7 @@ class JaggedLayout:
         left: int = UNLIMITED,
         right: int = UNLIMITED,
         mask: Mask | None = None,
+        mask_block: int = 0,
         tile_cost: int = 0,
         rows: int | None = None,
         q_rows: int | None = None,
@@ -327,6 +328,9 @@ class JaggedLayout:
             mask: bool `[B, q blocks, kv blocks]`, or a function of (sequence, q block, kv block) index tensors, which
                 broadcast against each other, that gives one. Blocks where it is false are left out. Known by identity:
                 a function should depend on nothing that changes.
+            mask_block: a mask of blocks of as many queries and as many keys, counted from the beginning of a sequence,
+                `[B, q blocks, kv blocks]` or `[1, ...]` for all; the blocks of the schedule must divide its. 0: the
+                mask has the schedule's own blocks.
             tile_cost: what starting a tile costs, in KV blocks, for `STREAM_K` and `LPT` to weigh.
             rows, q_rows: rows of the values of keys and of a jagged query: bounds for layouts on a GPU whose number of
                 tokens the host does not know. Unused where it does.
@@ -360,6 +364,7 @@ class JaggedLayout:
             right,
             None if mask is None else Identity(mask),
             tile_cost,
+            mask_block,
         )
         self._check_unchanged()
 
@@ -369,6 +374,7 @@ class JaggedLayout:
             return build(request, self, query, mask, rows, q_rows)
 
         changes = self.is_static or not is_readable(self._offsets)
+        changes = changes or (isinstance(mask, Tensor) and mask.is_inference())  # whose versions nobody counts
         if changes or (query is not None and (query.is_static or not is_readable(query._offsets))):
             return make()
         with torch.inference_mode(False):  # as in _remember
@@ -388,6 +394,13 @@ class JaggedLayout:
             return False
         return self._host_offsets is not None or (self.device.type == "cpu" and is_readable(self._offsets))
 
+    @property
+    def longest_on_host(self) -> int | None:
+        """Length of the longest sequence, whatever bound is declared; None if only a GPU knows."""
+        if not self.lengths_on_host:
+            return None
+        return self._remember("longest", lambda: int(self.host_offsets().diff().max()) if self.batch_size else 0)
+
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that every tensor reachable from here is in use on `stream`."""
         for tensor in tree_leaves([self._offsets, list(self._derived.values()), self._schedules.tensors()]):
@@ -403,6 +416,8 @@ class JaggedLayout:
         self._check_unchanged()
         known = self._derived.get(key)
         if known is None:
+            for stale in [x for x in list(self._derived) if _is_stale(x)]:
+                self._derived.pop(stale, None)
             with torch.inference_mode(False):  # what one use derives under inference_mode, another may train with
                 known = self._derived[key] = compute()
         return known
@@ -512,6 +527,11 @@ def _version_of(tensor: Tensor) -> int | None:
     if torch.compiler.is_compiling() or tensor.is_inference():
         return None  # not tracked there
     return tensor._version
+
+
+def _is_stale(key: Any) -> bool:
+    """Whether what is remembered under a key can't be asked for any more: of a mask or layout that is gone."""
+    return isinstance(key, tuple) and any(isinstance(part, Identity) and part.is_stale for part in key)
 
 
 def _resolve(device: torch.device | str) -> torch.device:

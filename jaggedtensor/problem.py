@@ -90,20 +90,29 @@ class AttentionProblem:
     right: int = UNLIMITED
     deterministic: bool = False
     tf32: bool = False  # whether torch allows fp32 products in TF32
+    masked: bool = False  # whether there is a block mask
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, left: int, right: int, deterministic: bool
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offsets: Tensor | None,
+        left: int,
+        right: int,
+        deterministic: bool,
+        masked: bool = False,
     ) -> AttentionProblem:
         """Of one call; the same shapes give the same object, so that a launch does not hash a dozen fields."""
         tf32 = k.dtype == torch.float32 and k.is_cuda and tf32_allowed()
         if torch.compiler.is_compiling():
-            return cls._of(q, k, v, q_offsets, left, right, deterministic, tf32)
+            return cls._of(q, k, v, q_offsets, left, right, deterministic, tf32, masked)
         queries = q.shape[-3:] if q_offsets is None else q.shape[-2:]
-        key = queries, q.dim(), k.shape[1:], v.shape[2], k.dtype, k.device, left, right, deterministic, tf32
+        key = queries, q.dim(), k.shape[1:], v.shape[2], k.dtype, k.device, left, right, deterministic, tf32, masked
         problem = _PROBLEMS.get(key)
         if problem is None:
-            problem = _PROBLEMS[key] = cls._of(q, k, v, q_offsets, left, right, deterministic, tf32)
+            problem = _PROBLEMS[key] = cls._of(q, k, v, q_offsets, left, right, deterministic, tf32, masked)
         return problem
 
     @classmethod
@@ -117,6 +126,7 @@ class AttentionProblem:
         right: int,
         deterministic: bool,
         tf32: bool,
+        masked: bool,
     ) -> AttentionProblem:
         # index() makes a size that torch.compile has as a symbol a number, for which it compiles.
         if q_offsets is not None:
@@ -136,6 +146,7 @@ class AttentionProblem:
             right=right,
             deterministic=deterministic,
             tf32=tf32,
+            masked=masked,
         )
 
     def __hash__(self) -> int:
@@ -154,7 +165,7 @@ class AttentionProblem:
 
     @property
     def windowed(self) -> bool:
-        """Whether any query may see less than all keys."""
+        """Whether a window hides keys from any query."""
         return self.left != UNLIMITED or self.right != UNLIMITED
 
 
@@ -174,6 +185,7 @@ class AttentionArgs(NamedTuple):
     slack: bool  # whether q, k or v have, or may have, rows past the last sequence
     complete: bool  # whether every sequence is known to have a key
     schedule: Sequence[Tensor]  # as the implementation's `plan` made it
+    block_mask: Tensor | None = None  # bool `[B or 1, q blocks, kv blocks]`, see `jaggedtensor.block_masks`
 
     @property
     def batch_size(self) -> int:

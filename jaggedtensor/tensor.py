@@ -696,6 +696,7 @@ class JaggedTensor:
         backend: str | None = None,
         deterministic: bool = False,
         group: Any = None,
+        block_mask: Tensor | None = None,
     ) -> Any:
         """Attention of `query` to every sequence, this tensor being the keys; see `jaggedtensor.attend`.
 
@@ -716,6 +717,7 @@ class JaggedTensor:
             backend=backend,
             deterministic=deterministic,
             group=group,
+            block_mask=block_mask,
         )
 
     def prepare(
@@ -731,6 +733,7 @@ class JaggedTensor:
         train: bool = True,
         backend: str | None = None,
         device: str | None = None,
+        block_mask: Tensor | None = None,
     ) -> Self:
         """Build ahead of time the schedules that `attend` on this batch will take. They stay with the layout, so that
         every layer uses them, and move along with `to` and from a DataLoader's worker.
@@ -750,6 +753,7 @@ class JaggedTensor:
             dtype: what attention computes in, if it isn't the dtype of this tensor, for example under autocast.
             train: also for the backward pass.
             device: "h200" or "b200", for a batch on a CPU that will be moved there.
+            block_mask: as in `attend`, the very tensor. Schedules with a mask do not move along.
 
         Raises:
             TypeError, ValueError: an argument of a wrong type or out of range.
@@ -769,6 +773,7 @@ class JaggedTensor:
             train=train,
             backend=backend,
             device=device,
+            block_mask=block_mask,
         )
         return self
 
@@ -781,6 +786,7 @@ class JaggedTensor:
         window: int | tuple[int | None, int | None] | None = None,
         backend: str | None = None,
         device: str | None = None,
+        block_mask: Tensor | None = None,
     ) -> Plan:
         """What `attend` would do, without doing it: which kernels and why, how much of a padded batch, how well
         balanced, how much work and what bounds it. Print it, or `plot` it.
@@ -793,13 +799,22 @@ class JaggedTensor:
         Reads the lengths, so a GPU is waited for once.
 
         Args:
-            query, values, causal, window, backend: as in `attend`.
+            query, values, causal, window, backend, block_mask: as in `attend`.
             device: "h200" or "b200"; the GPU that holds the tensors if left out, for tensors on a CPU their kernels and
                 the figures of an H200.
         """
         from jaggedtensor.ops.plan import explain
 
-        return explain(self, query, values, causal=causal, window=window, backend=backend, device=device)
+        return explain(
+            self,
+            query,
+            values,
+            causal=causal,
+            window=window,
+            backend=backend,
+            device=device,
+            block_mask=block_mask,
+        )
 
     # -- several ranks ------------------------------------------------------------------------------------------------
 

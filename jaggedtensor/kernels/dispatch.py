@@ -27,7 +27,13 @@ Schedules = tuple[list[Tensor], list[Tensor]]  # for forward, for backward
 
 
 def plan_nothing(
-    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    train: bool,
+    block_mask: Tensor | None = None,
 ) -> Schedules:
     """For implementations that work out on the fly who does what."""
     return [], []
@@ -48,9 +54,10 @@ class Implementation:
     module: str
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    plan: Callable[[AttentionProblem, JaggedLayout, JaggedLayout | None, int, int, bool], Schedules] = plan_nothing
+    plan: Callable[..., Schedules] = plan_nothing  # called as `schedules` is, without a mask if there is none
     max_head_dim: int = MAX_HEAD_DIM
     needs_triton: bool = False
+    masks: bool = False  # whether it reads block masks
 
     def lacks(self, problem: AttentionProblem) -> list[str]:
         """Why this implementation cannot serve the problem; empty if it can."""
@@ -64,7 +71,24 @@ class Implementation:
         widest = max(problem.head_dim, problem.value_dim)
         if widest > self.max_head_dim:
             reasons.append(f"takes head dimensions up to {self.max_head_dim}, not {widest}")
+        if problem.masked and not self.masks:
+            reasons.append("takes no block_mask")
         return reasons
+
+    def schedules(
+        self,
+        problem: AttentionProblem,
+        keys: JaggedLayout,
+        query: JaggedLayout | None,
+        rows: int,
+        q_rows: int,
+        train: bool,
+        block_mask: Tensor | None = None,
+    ) -> Schedules:
+        """For forward and, if `train`, for backward: asked of the layouts, for values of `rows` and `q_rows` rows."""
+        if block_mask is None:
+            return self.plan(problem, keys, query, rows, q_rows, train)
+        return self.plan(problem, keys, query, rows, q_rows, train, block_mask)
 
     def launcher(self) -> ModuleType:
         if self.name not in _LAUNCHERS:
@@ -76,7 +100,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 # Fastest first: choose() takes the first that lacks nothing.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation("cpu", "jaggedtensor.kernels.cpu", ("cpu",), (*_FLOATS, torch.float64)),
+    Implementation("cpu", "jaggedtensor.kernels.cpu", ("cpu",), (*_FLOATS, torch.float64), masks=True),
     Implementation(
         "portable",
         "jaggedtensor.kernels.portable.launch",
@@ -84,6 +108,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         _FLOATS,
         plan=plan_portable,
         needs_triton=True,
+        masks=True,
     ),
 )
 

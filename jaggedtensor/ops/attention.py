@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from jaggedtensor import env
-from jaggedtensor.errors import check_same_device, describe, fail
+from jaggedtensor.block_masks import check_block_mask
+from jaggedtensor.errors import check_same_device, check_tensor, describe, fail
 from jaggedtensor.kernels.dispatch import BACKENDS, MAX_HEAD_DIM, choose
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.ops import contract
@@ -36,6 +37,7 @@ def attend(
     backend: str | None = None,
     deterministic: bool = False,
     group: Any = None,
+    block_mask: Tensor | None = None,
 ) -> Any:
     """Softmax attention of queries to the sequences of a jagged batch (Vaswani et al. 2017).
 
@@ -43,6 +45,14 @@ def attend(
     >>> attend(torch.randn(4, 2, 16), keys).shape  # one learned query for every sequence
     torch.Size([3, 4, 2, 16])
     >>> attend(keys, keys, causal=True).shape  # self-attention
+    (3, None, 2, 16)
+
+    Of long sequences a block mask leaves out whole blocks, here all but a query's own 128 keys and the first 128:
+
+    >>> long = JaggedTensor.from_list([torch.randn(n, 2, 16) for n in (700, 0, 300)])
+    >>> mask = torch.eye(6, dtype=torch.bool)  # 6 blocks of 128 hold up to 768 tokens
+    >>> mask[:, 0] = True
+    >>> attend(long, long, block_mask=mask[None], causal=True).shape  # [None]: the same for every sequence
     (3, None, 2, 16)
 
     Args:
@@ -64,6 +74,12 @@ def attend(
         group: a process group or one-dimensional `DeviceMesh` over whose ranks the keys of each sequence are spread:
             every rank has the same queries and its part of each sequence, as `keys.shard(mesh)` gives it, and gets the
             whole result (see `jaggedtensor.distributed`).
+        block_mask: bool `[B, blocks of queries, blocks of keys]`, or `[1, ...]` for all sequences, on the device of the
+            keys: query i of sequence b sees key j only if `block_mask[b, i // 128, j // 128]`, and if `causal` and
+            `window` allow it too. Its places count from the beginning of a sequence. It has `ceil(longest / 128)`
+            blocks or more; those past the end of a sequence mean nothing. What it leaves out is not computed. Use one
+            tensor in all layers: schedules are kept by its identity, until it is changed in place. (For a mask made
+            under `torch.inference_mode`, which has no count of changes, they are built anew at each call.)
 
     Returns:
         Tensor `[B, Lq, Hq, Dv]`, or a JaggedTensor on the layout of a jagged query, in the dtype of the inputs. A query
@@ -72,8 +88,8 @@ def attend(
     Under autocast, query, key and value are cast together to its dtype.
 
     Raises:
-        TypeError: not jagged keys; dtypes differ or are not bf16, fp16, fp32 or (on the CPU) fp64.
-        ValueError: shapes, heads, batch sizes, devices or layouts do not fit.
+        TypeError: not jagged keys; dtypes differ or are not bf16, fp16, fp32 or (on the CPU) fp64; a mask not of bool.
+        ValueError: shapes, heads, batch sizes, devices, layouts or blocks of the mask do not fit.
         NotImplementedError: the backend cannot serve this; the message says what it lacks.
     """
     if group is not None:
@@ -81,7 +97,7 @@ def attend(
 
         return attend_over(
             group, query, key, value, scale=scale, causal=causal, window=window, return_lse=return_lse,
-            backend=backend, deterministic=deterministic,
+            backend=backend, deterministic=deterministic, block_mask=block_mask,
         )  # fmt: skip
     if not isinstance(key, JaggedTensor):
         fail("key", "a JaggedTensor", key, "for dense keys use torch's scaled_dot_product_attention", error=TypeError)
@@ -90,6 +106,8 @@ def attend(
         fail("value", "a JaggedTensor on the layout of the keys", value, "use key.with_values(v)", error=TypeError)
     if not isinstance(query, (Tensor, JaggedTensor)):
         fail("query", "a Tensor or a JaggedTensor", query, error=TypeError)
+    if block_mask is not None:
+        check_tensor(block_mask, "block_mask", "blocks of queries by blocks of keys, for each sequence")
     left, right = _window(causal, window)
     backend = _backend(backend)
 
@@ -104,18 +122,21 @@ def attend(
     q_offsets = None if q_layout is None else q_layout.offsets()
 
     if backend == "reference":
-        _check(query, key, value, q, k, v)
+        _check(query, key, value, q, k, v, block_mask)
         scale = _scale(scale, k)
         with contract.no_autocast(k.device):
-            out, lse = attend_reference(q, k, v, q_offsets, key.offsets(), scale=scale, left=left, right=right)
+            out, lse = attend_reference(
+                q, k, v, q_offsets, key.offsets(), scale=scale, left=left, right=right, block_mask=block_mask
+            )
     else:
         train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
         def prepare() -> Recipe:
-            _check(query, key, value, q, k, v)
-            problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
+            _check(query, key, value, q, k, v, block_mask)
+            problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic, block_mask is not None)
             implementation = choose(problem, backend).implementation
-            schedules = implementation.plan(problem, key.layout, q_layout, k.shape[0], q.shape[0], train)
+            rows = (k.shape[0], q.shape[0])
+            schedules = implementation.schedules(problem, key.layout, q_layout, *rows, train, block_mask)
             return Recipe(
                 *schedules, _scale(scale, k), left, right, implementation.name, deterministic,
                 _slack(query, key, value), key.layout.is_complete,
@@ -125,15 +146,17 @@ def attend(
             torch.compiler.is_compiling()
             or value.layout is not key.layout
             or (q_layout is not None and q_layout.is_static)
+            or (block_mask is not None and block_mask.is_inference())
         ):
             recipe = prepare()
         else:
             signature = (
                 q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, v.device, left, right, scale, backend,
                 deterministic, train, None if q_layout is None else Identity(q_layout),
+                None if block_mask is None else Identity(block_mask),
             )  # fmt: skip
             recipe = key.layout._remember(signature, prepare)
-        out, lse = contract.attend(q, k, v, q_offsets, key.offsets(), *recipe)
+        out, lse = contract.attend(q, k, v, q_offsets, key.offsets(), block_mask, *recipe)
 
     if one_head:
         out, lse = out.squeeze(-2), lse.squeeze(1)
@@ -159,10 +182,19 @@ class Recipe(NamedTuple):
 
 
 def _check(
-    query: Tensor | JaggedTensor, key: JaggedTensor, value: JaggedTensor, q: Tensor, k: Tensor, v: Tensor
+    query: Tensor | JaggedTensor,
+    key: JaggedTensor,
+    value: JaggedTensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: Tensor | None,
 ) -> None:
     _check_shapes(q, k, v)
     _check_layouts(query, key, value, q, k, v)
+    if block_mask is not None:
+        longest = query.layout.longest_on_host if isinstance(query, JaggedTensor) else q.shape[-3]
+        check_block_mask(block_mask, key.batch_size, k.device, longest, key.layout.longest_on_host)
 
 
 def _scale(scale: float | None, k: Tensor) -> float:

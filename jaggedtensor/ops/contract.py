@@ -18,7 +18,7 @@ from jaggedtensor.problem import AttentionArgs, AttentionProblem, lse_dtype, lse
 
 _lib = torch.library.Library("jaggedtensor", "FRAGMENT")
 _ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? q_offsets, Tensor k_offsets, Tensor[] forward_schedule, "
+    "Tensor q, Tensor k, Tensor v, Tensor? q_offsets, Tensor k_offsets, Tensor? block_mask, Tensor[] forward_schedule, "
     "Tensor[] backward_schedule, float scale, int left, int right, str backend, bool deterministic, bool slack, "
     "bool complete"
 )
@@ -44,6 +44,7 @@ def _forward(
     v,
     q_offsets,
     k_offsets,
+    block_mask,
     forward_schedule,
     backward_schedule,
     scale,
@@ -54,18 +55,18 @@ def _forward(
     slack,
     complete,
 ):
-    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
-    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, forward_schedule)
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic, block_mask is not None)
+    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, forward_schedule, block_mask)
     with no_autocast(q.device):
         return by_name(backend).launcher().forward(args)
 
 
 def _backward(
-    grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, forward_schedule, backward_schedule, scale, left,
-    right, backend, deterministic, slack, complete, needs,
+    grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, block_mask, forward_schedule, backward_schedule, scale,
+    left, right, backend, deterministic, slack, complete, needs,
 ):  # fmt: skip
-    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic)
-    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, backward_schedule)
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic, block_mask is not None)
+    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, backward_schedule, block_mask)
     with no_autocast(q.device):
         grads = by_name(backend).launcher().backward(args, grad_out, grad_lse, out, lse, tuple(needs))
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
@@ -112,15 +113,15 @@ def _is_watched(tensor: Tensor) -> bool:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, q_offsets, k_offsets, _, schedule, *ctx.options = args
+        q, k, v, q_offsets, k_offsets, block_mask, _, schedule, *ctx.options = args
         out, lse = _below_autograd(attend_fwd, _forward, args)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, q_offsets, k_offsets, *schedule)
+        ctx.save_for_backward(q, k, v, out, lse, q_offsets, k_offsets, block_mask, *schedule)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        q, k, v, out, lse, q_offsets, k_offsets, *schedule = ctx.saved_tensors
+        q, k, v, out, lse, q_offsets, k_offsets, block_mask, *schedule = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
         nothing = [None] * (len(ctx.needs_input_grad) - 3)
         if grad_out is None and grad_lse is None:
@@ -128,7 +129,7 @@ class _Attend(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grads = _attend_backward(
-            grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, [], schedule, *ctx.options, needs
+            grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, block_mask, [], schedule, *ctx.options, needs
         )
         return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing
 

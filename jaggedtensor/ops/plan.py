@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jaggedtensor.errors import fail
+from jaggedtensor.block_masks import MASK_BLOCK, check_block_mask
+from jaggedtensor.errors import check_tensor, fail
 from jaggedtensor.kernels.dispatch import Choice, choose
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.ops.attention import Window, _autocast, _backend, _check_ranks, _check_shapes, _window
@@ -67,6 +68,7 @@ def prepare(
     train: bool,
     backend: str | None,
     device: str | None,
+    block_mask: Tensor | None,
 ) -> None:
     """See `JaggedTensor.prepare`."""
     left, right = _window(causal, window)
@@ -74,14 +76,14 @@ def prepare(
     if isinstance(q_len, JaggedTensor):
         query, q_rows = q_len.layout, q_len.values().shape[0]
     problem = _problem(
-        keys, q_len if query is None else query, num_heads, broadcast, left, right, dtype, value_dim, device
+        keys, q_len if query is None else query, num_heads, broadcast, left, right, dtype, value_dim, device, block_mask
     )
     implementation = choose(problem, _backend(backend)).implementation
     if keys.layout.is_static or (query is not None and query.is_static):
         return  # built by attend, each time anew
     if q_rows is None:
         fail("q_len", "a jagged query, as the host does not know the number of tokens of its layout", query)
-    implementation.plan(problem, keys.layout, query, keys.values().shape[0], q_rows, train)
+    implementation.schedules(problem, keys.layout, query, keys.values().shape[0], q_rows, train, block_mask)
 
 
 def _problem(
@@ -94,6 +96,7 @@ def _problem(
     dtype: torch.dtype | None,
     value_dim: int | None,
     device: str | None,
+    block_mask: Tensor | None,
 ) -> AttentionProblem:
     shape = keys.values().shape
     if keys.values().dim() not in (2, 3):
@@ -107,6 +110,10 @@ def _problem(
         kind, length = (QueryKind.BROADCAST if broadcast else QueryKind.PER_SEQUENCE), q_len
     else:
         fail("q_len", "an int, a jagged query or its layout", q_len, error=TypeError)
+    if block_mask is not None:
+        check_tensor(block_mask, "block_mask")
+        longest = q_len.longest_on_host if isinstance(q_len, JaggedLayout) else length
+        check_block_mask(block_mask, keys.batch_size, keys.device, longest, keys.layout.longest_on_host)
     place = Device.of(keys.device) if device is None else machine_of(device).device
     return AttentionProblem(
         query=kind,
@@ -120,6 +127,7 @@ def _problem(
         left=left,
         right=right,
         tf32=place.type == "cuda" and tf32_allowed(),
+        masked=block_mask is not None,
     )
 
 
@@ -163,6 +171,7 @@ class Plan:
     balance: dict[ScheduleKind, Simulation]  # of the forward pass, loads in blocks
     blocks: tuple[int, int]  # of queries and of keys
     layout: JaggedLayout  # of the keys, on the CPU
+    block_mask: Tensor | None = None  # bool `[B or 1, blocks of queries, blocks of keys]`
 
     # -- sizes
 
@@ -196,7 +205,10 @@ class Plan:
     @property
     def pairs(self) -> int:
         """(query, key) pairs that see each other, of a query head."""
-        return int(visible_pairs(self.q_lengths, self.lengths, self.problem.left, self.problem.right).sum())
+        left, right = self.problem.left, self.problem.right
+        if self.block_mask is not None:
+            return int(pairs_through(self.block_mask, self.q_lengths, self.lengths, left, right).sum())
+        return int(visible_pairs(self.q_lengths, self.lengths, left, right).sum())
 
     @property
     def flops(self) -> tuple[int, int]:
@@ -305,7 +317,8 @@ class Plan:
         dims = f"D {p.head_dim}" + (f", Dv {p.value_dim}" if p.value_dim != p.head_dim else "")
         sides = [f"{name} {side}" for name, side in (("left", p.left), ("right", p.right)) if side != UNLIMITED]
         window = f", window {', '.join(sides)}" if sides else ""
-        return f"{queries}; {heads}, {dims}, {str(p.dtype).removeprefix('torch.')}{window}"
+        masked = ", block mask" * p.masked
+        return f"{queries}; {heads}, {dims}, {str(p.dtype).removeprefix('torch.')}{window}{masked}"
 
     def _kernels(self) -> str:
         if self.choice is None:
@@ -334,6 +347,7 @@ def explain(
     window: Window,
     backend: str | None,
     device: str | None,
+    block_mask: Tensor | None,
 ) -> Plan:
     """See `JaggedTensor.explain`."""
     values = keys if values is None else values
@@ -351,7 +365,7 @@ def explain(
         fail("the batch size of query", f"{keys.batch_size}, as of key", f"{q_layout.batch_size}")
     q_len = q.shape[-3] if q_layout is None else q_layout
     broadcast = q_layout is None and q.dim() == 3
-    problem = _problem(keys, q_len, q.shape[-2], broadcast, left, right, k.dtype, v.shape[-1], device)
+    problem = _problem(keys, q_len, q.shape[-2], broadcast, left, right, k.dtype, v.shape[-1], device, block_mask)
     machine = _machine_here(k.device) if device is None else machine_of(device)
     return plan_of(
         problem,
@@ -360,6 +374,7 @@ def explain(
         machine=MACHINES["h200"] if machine is None and k.device.type == "cpu" else machine,
         backend=_backend(backend),
         same_values=values is keys,
+        block_mask=None if block_mask is None else block_mask.cpu(),
     )
 
 
@@ -384,6 +399,7 @@ def plan_of(
     machine: Machine | None = None,
     backend: str | None = None,
     same_values: bool = False,
+    block_mask: Tensor | None = None,
 ) -> Plan:
     """A plan from lengths on the CPU, `[B]`; `q_lengths` for a jagged query."""
     layout = _Asked.from_lengths(lengths.to(torch.int64))
@@ -395,11 +411,10 @@ def plan_of(
         refusal = str(error)
     if choice is not None:
         q_rows = 0 if query is None else query.num_tokens
-        choice.implementation.plan(problem, layout, query, layout.num_tokens, q_rows, False)
+        asked = (problem, layout, query, layout.num_tokens, q_rows)
+        choice.implementation.schedules(*asked, False, block_mask)
         forward = len(layout.made)
-        choice.implementation.plan(
-            problem, layout, query, layout.num_tokens, q_rows, True
-        )  # forward again, and backward
+        choice.implementation.schedules(*asked, True, block_mask)  # forward again, and backward
         for number, schedule in enumerate(layout.made):
             if number not in range(forward, 2 * forward):
                 direction = "forward" if number < forward else "backward"
@@ -424,6 +439,8 @@ def plan_of(
             block_kv=blocks[1],
             left=problem.left,
             right=problem.right,
+            mask=block_mask,
+            mask_block=0 if block_mask is None else MASK_BLOCK,
         )
         balance[kind] = simulate(made)
     return Plan(
@@ -439,6 +456,7 @@ def plan_of(
         balance,
         blocks,
         layout,
+        block_mask,
     )
 
 
@@ -461,9 +479,20 @@ def _short(value: float, unit: str) -> str:
     return f"{scaled:,.{digits}f} {prefixes[scale]}{unit}"
 
 
-def visible_pairs(q_lengths: Tensor, k_lengths: Tensor, left: int, right: int) -> Tensor:
-    """`[B]` int64: (query, key) pairs of each sequence that the window lets see each other."""
+def pairs_through(mask: Tensor, q_lengths: Tensor, k_lengths: Tensor, left: int, right: int) -> Tensor:
+    """`[B]` int64: (query, key) pairs of each sequence that a block mask and the window let see each other."""
+    q, k = q_lengths.to(torch.int64)[:, None, None], k_lengths.to(torch.int64)[:, None, None]
+    rows, columns = (MASK_BLOCK * torch.arange(size) for size in mask.shape[1:])
+    rows = rows[:, None]
+    heights, widths = ((x - begin).clamp(0, MASK_BLOCK) for x, begin in ((q, rows), (k, columns)))  # of the blocks
+    return (visible_pairs(heights, widths, left, right, k - q + rows - columns) * mask).sum((1, 2))
+
+
+def visible_pairs(q_lengths: Tensor, k_lengths: Tensor, left: int, right: int, shift: Tensor | None = None) -> Tensor:
+    """`[B]` int64: (query, key) pairs of each sequence that the window lets see each other. Query i stands on key
+    `i + shift`, if that isn't `i + Lk - Lq`."""
     q, k = q_lengths.to(torch.int64), k_lengths.to(torch.int64)
+    shift = k - q if shift is None else shift
 
     def up_to(bound: Tensor) -> Tensor:
         """Pairs with j - i <= bound: the sum over i of `clamp(i + bound + 1, 0, k)`."""
@@ -475,5 +504,5 @@ def visible_pairs(q_lengths: Tensor, k_lengths: Tensor, left: int, right: int) -
 
         return rising(q + bound) - rising(bound)
 
-    most = q * k if right == UNLIMITED else up_to(k - q + right)
-    return most if left == UNLIMITED else most - up_to(k - q - left - 1)
+    most = q * k if right == UNLIMITED else up_to(shift + right)
+    return most if left == UNLIMITED else most - up_to(shift - left - 1)

@@ -4,6 +4,7 @@ For sequence b, query head h (key-value head h // (Hq // Hkv)), with Lq queries 
 
     score[i, j] = scale * q[i] . k[j]                                  in fp32, or fp64 for fp64 inputs
     query i sees key j  when  i + Lk - Lq - left <= j <= i + Lk - Lq + right       (bottom-right; -1: no limit)
+                        and   block_mask[b, i // 128, j // 128]                    (top-left; if there is one)
     lse[i]  = log(sum over visible j of exp(score[i, j]))              -inf if it sees none
     out[i]  = sum over visible j of exp(score[i, j] - lse[i]) * v[j]   0 if it sees none
 
@@ -18,15 +19,26 @@ import math
 import torch
 from torch import Tensor
 
+from jaggedtensor.block_masks import mask_of_sequence, visible_through
 from jaggedtensor.problem import UNLIMITED
 
 
 def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, *, scale: float, left: int, right: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor,
+    *,
+    scale: float,
+    left: int,
+    right: int,
+    block_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as of the operator `attend_fwd`.
 
     q `[Lq, Hq, D]`, `[B, Lq, Hq, D]` or, with `q_offsets`, `[rows, Hq, D]`; k `[rows, Hkv, D]`; v `[rows, Hkv, Dv]`.
+    block_mask `[B or 1, blocks of queries, blocks of keys]`.
     Returns out `[B, Lq, Hq, Dv]` or `[rows, Hq, Dv]` in q's dtype, and lse `[B, Hq, Lq]` or `[rows, Hq]`.
     """
     kv_ends = k_offsets.tolist()
@@ -43,7 +55,8 @@ def attend_reference(
             query = q[q_ends[b] : q_ends[b + 1]]
         else:
             query = q[b] if q.dim() == 4 else q
-        out, lse = attend_one(query, keys, values, scale=scale, left=left, right=right)
+        mask = None if block_mask is None else mask_of_sequence(block_mask, b)
+        out, lse = attend_one(query, keys, values, scale=scale, left=left, right=right, mask=mask)
         outs.append(out)
         lses.append(lse)
     if q_ends is not None:
@@ -59,7 +72,9 @@ def attend_reference(
     return (out + nothing).to(dtype), lse + nothing
 
 
-def attend_one(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
+def attend_one(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int, right: int, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One sequence: q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]` -> out `[Lq, Hq, Dv]`, lse `[Lq, Hq]`."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -67,6 +82,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int, righ
         return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], -math.inf)
     scores = scale * torch.einsum("ihd,jhd->hij", q, k)
     visible = visible_keys(q.shape[0], k.shape[0], left, right, q.device)  # [Lq, Lk]
+    if mask is not None:
+        visible = visible & visible_through(mask, q.shape[0], k.shape[0])
     seen = visible.any(1)  # [Lq]
     # A row that sees nothing gets finite scores, so that neither value nor gradient meets inf - inf; zeroed below.
     scores = scores.masked_fill(~visible & seen[:, None], -math.inf)

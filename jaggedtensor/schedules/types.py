@@ -97,6 +97,12 @@ class Identity:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether no identity made from now on can equal this one: the object is gone, or has changed."""
+        value: Any = self._ref()
+        return value is None or (self._version is not None and self._version != value._version)
+
     def __repr__(self) -> str:
         value = self._ref()
         return "<gone>" if value is None else f"<{describe(value)} at {id(value):#x}>"
@@ -118,6 +124,7 @@ class ScheduleRequest:
     right: int = UNLIMITED
     mask: Identity | None = None
     tile_cost: int = 0  # what starting a tile costs, in KV blocks: weighed by STREAM_K and LPT
+    mask_block: int = 0  # queries, and keys, of a block of the mask; 0: it has the blocks of the schedule
 
     def __post_init__(self) -> None:
         for name, member in (("kind", ScheduleKind), ("axis", TileAxis)):
@@ -126,7 +133,9 @@ class ScheduleRequest:
                 fail(
                     name, f"a {member.__name__}", repr(value), f"one of {', '.join(map(str, member))}", error=TypeError
                 )
-        least = dict(block_q=1, block_kv=1, heads=1, group=1, workers=1, q_len=0, left=-1, right=-1, tile_cost=0)
+        least = dict(
+            block_q=1, block_kv=1, heads=1, group=1, workers=1, q_len=0, left=-1, right=-1, tile_cost=0, mask_block=0
+        )
         for name, lowest in least.items():
             value = getattr(self, name)
             if name == "q_len" and isinstance(value, Identity):

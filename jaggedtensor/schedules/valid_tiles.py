@@ -257,6 +257,18 @@ def _nonempty_first(cost: Tensor) -> tuple[Tensor, Tensor]:
     return torch.searchsorted(filled, place), filled[-1]
 
 
+def _blocks_of_a_mask_block(request: ScheduleRequest) -> tuple[int, int]:
+    """How many q blocks and KV blocks of the schedule make one of the mask. Packed rows never straddle two of its
+    blocks: `mask_block * group` of them make one, which is a multiple of every power of two up to `mask_block`."""
+    if not request.mask_block:
+        return 1, 1
+    rows = request.mask_block * request.group
+    for name, block, size in (("block_q", request.block_q, rows), ("block_kv", request.block_kv, request.mask_block)):
+        if size % block:
+            fail(f"{name} of a schedule with mask_block={request.mask_block}", f"a divisor of {size}", block)
+    return rows // request.block_q, request.mask_block // request.block_kv
+
+
 def _with_holes(units: Units, request: ScheduleRequest, mask: Mask, stays: _Side, passes: _Side, batch: int) -> Units:
     """Only the blocks where the mask is true: ranges become places in a list of blocks."""
     by_query = request.axis is TileAxis.QUERY
@@ -265,11 +277,17 @@ def _with_holes(units: Units, request: ScheduleRequest, mask: Mask, stays: _Side
         if mask.dtype != torch.bool:
             fail("mask", "bool", mask, "compare it with 0", error=TypeError)
         check_same_device(mask, "mask", units.rows.device)
-        if mask.dim() != 3 or mask.shape[0] != batch or 0 in mask.shape:
+        sizes = (batch, 1) if request.mask_block else (batch,)
+        if mask.dim() != 3 or mask.shape[0] not in sizes or 0 in mask.shape:
             fail("mask", f"of shape [{batch}, q blocks, kv blocks], none of them 0", mask)
-        height, width = mask.shape[1:] if by_query else mask.shape[:0:-1]
+        mask = mask.expand(batch, -1, -1)
+        per_q, per_kv = _blocks_of_a_mask_block(request)
+        sizes = (mask.shape[1] * per_q, mask.shape[2] * per_kv)
+        height, width = sizes if by_query else sizes[::-1]
+        if request.mask_block and not torch.compiler.is_compiling():  # what is past the longest sequence costs nothing
+            height, width = min(height, stays.most_blocks), min(width, passes.most_blocks)
     else:
-        height, width = stays.most_blocks, passes.most_blocks
+        height, width, per_q, per_kv = stays.most_blocks, passes.most_blocks, 1, 1
     bound = "as the mask has" if isinstance(mask, Tensor) else "as max_length allows"
     for side, size in ((stays, height), (passes, width)):
         name = f"blocks of {'queries' if (side is stays) == by_query else 'keys'} in a sequence"
@@ -287,8 +305,11 @@ def _with_holes(units: Units, request: ScheduleRequest, mask: Mask, stays: _Side
     valid = (passing >= columns[begin][:, None]) & (passing < columns[end][:, None])
     sequence = columns[Tile.SEQUENCE].clamp(min=0)[:, None]
     block = columns[Tile.Q_BEGIN if by_query else Tile.KV_BEGIN].clamp(max=height - 1)[:, None]
-    index = (sequence, block, passing[None]) if by_query else (sequence, passing[None], block)
-    keep = mask[index] if isinstance(mask, Tensor) else mask(*index)
+    q_block, kv_block = (block, passing[None]) if by_query else (passing[None], block)
+    if isinstance(mask, Tensor):
+        keep = mask[sequence, q_block // per_q, kv_block // per_kv]
+    else:
+        keep = mask(sequence, q_block, kv_block)
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
         fail("the result of mask", "a bool tensor", keep, "compare it with 0", error=TypeError)
     try:

@@ -297,7 +297,7 @@ def test_a_module_that_takes_a_batch_is_exported():
 # -- what torch asks of an operator ------------------------------------------------------------------------------------
 
 
-def operator_arguments(kind, requires_grad, dtype=torch.float32):
+def operator_arguments(kind, requires_grad, dtype=torch.float32, block_mask=None):
     k = make_jagged([3, 0, 2], 2, 4, dtype=dtype, slack=1)
     v = random_tensor(6, 2, 3, dtype=dtype, seed=1)
     k_values = k.values().nan_to_num(0)
@@ -305,7 +305,7 @@ def operator_arguments(kind, requires_grad, dtype=torch.float32):
     q = random_tensor(*shape, dtype=dtype, seed=2)
     tensors = [x.requires_grad_(requires_grad) for x in (q, k_values, v)]
     q_offsets = offsets_of([1, 2, 2]) if kind == "jagged" else None
-    return (*tensors, q_offsets, k.offsets(), [], [], 0.5, -1, 0, "cpu", False, True, False)
+    return (*tensors, q_offsets, k.offsets(), block_mask, [], [], 0.5, -1, 0, "cpu", False, True, False)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

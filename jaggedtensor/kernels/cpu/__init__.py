@@ -7,8 +7,8 @@ from jaggedtensor.problem import AttentionArgs
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    window = {"left": args.problem.left, "right": args.problem.right}
-    return attention.forward(args.q, args.k, args.v, args.q_offsets, args.k_offsets, scale=args.scale, **window)
+    visible = {"left": args.problem.left, "right": args.problem.right, "mask": args.block_mask}
+    return attention.forward(args.q, args.k, args.v, args.q_offsets, args.k_offsets, scale=args.scale, **visible)
 
 
 def backward(
@@ -32,5 +32,6 @@ def backward(
         scale=args.scale,
         left=args.problem.left,
         right=args.problem.right,
+        mask=args.block_mask,
         needs=needs,
     )

@@ -34,17 +34,20 @@ def forward(
     scale: float,
     left: int,
     right: int,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output, and the natural logarithm of the sum of the exponentials of the scaled scores.
 
     q is (m, Hq, D) shared by all sequences, (B, m, Hq, D), or with `q_offsets` (rows, Hq, D); k is (rows, H, D) and v
     is (rows, H, E). Query i sees key j when i + L - m - left <= j <= i + L - m + right; -1 is no limit. Returns out,
     (B, m, Hq, E) or (rows, Hq, E), and lse, (B, Hq, m) or (rows, Hq), which are 0 and -inf where a query sees no key.
+    `mask` is a block mask, (B or 1, blocks of queries, blocks of keys).
 
     Raises:
-        ValueError: offsets that do not start at 0, decrease, leave the rows, or are of two batch sizes.
+        ValueError: offsets that do not start at 0, decrease, leave the rows, or are of two batch sizes; a mask with too
+            few blocks.
     """
-    batch = Batch(q, k, v, q_offsets, k_offsets, left, right)
+    batch = Batch(q, k, v, q_offsets, k_offsets, left, right, mask)
     shape = (len(k_offsets) - 1,) * batch.shared + q.shape[:-1]
     wide = _wide(q.dtype)
     out, lse = batch.new_results(v.shape[2], q.dtype), batch.new_results(1, wide, -math.inf)
@@ -64,6 +67,8 @@ def forward(
             results.put(packed_out, torch.bmm(p.mT, seen))
             room = results.room(packed_lse, wide)
             torch.sub(s.amax(1), p.amax(1).log_(), out=room.squeeze(2))
+            if group.blind_rows:
+                room.masked_fill_(_blind(p).mT, -math.inf)
             results.put(packed_lse, room)
     out = finished(out, batch.result_rows, batch.num_queries, 0).view(*shape, v.shape[2])
     lse = finished(lse, batch.result_rows, batch.num_queries, -math.inf).view(shape)
@@ -84,6 +89,7 @@ def backward(
     scale: float,
     left: int,
     right: int,
+    mask: Tensor | None = None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k and v, those that `needs` asks for, from the gradients of both results of `forward`.
@@ -91,7 +97,7 @@ def backward(
     Probabilities are worked out anew from whole rows of scores. That is as fast as from `lse`, and their sum is 1 even
     where scores are so large that `lse` has no digits left for it; `out` and `lse` are not read.
     """
-    batch = Batch(q, k, v, q_offsets, k_offsets, left, right)
+    batch = Batch(q, k, v, q_offsets, k_offsets, left, right, mask)
     wide = _wide(q.dtype)
     queries, packed_k, packed_v = _Queries(batch, q, scale), batch.keys(k), batch.keys(v)
     packed_grad_out, packed_grad_lse = batch.results(grad_out), None
@@ -113,6 +119,8 @@ def backward(
             lse_grads = None
             if packed_grad_lse is not None:
                 lse_grads = results.take(packed_grad_lse, wide, repeat=False)
+                if group.blind_rows:
+                    lse_grads = lse_grads.masked_fill(_blind(p).mT, 0)
             ds = _fold(_score_gradients(p, _seen(values, block), grads, lse_grads), query)  # (H N, L G / N, M)
             if dk is not None:
                 dk.add(group, block, ds, query)
@@ -203,7 +211,15 @@ def _probabilities(q: Tensor, k: Tensor, batch: Batch, group: Group, block: Bloc
         s = s.view(k.shape[0], -1, s.shape[2])
     if group.hides:
         batch.hide(s.mT, group, block)
-    return s, torch.softmax(s, 1) if _keys_lead(q) else torch.softmax(s.mT, 2).mT
+    p = torch.softmax(s, 1) if _keys_lead(q) else torch.softmax(s.mT, 2).mT
+    if group.blind_rows:
+        p.masked_fill_(s.amax(1, keepdim=True) == -math.inf, 0)
+    return s, p
+
+
+def _blind(p: Tensor) -> Tensor:
+    """p (H G, L, M) -> (H G, 1, M): queries that see no key. The others' largest probability is at least 1 / L."""
+    return p.amax(1, keepdim=True) == 0
 
 
 def _score_gradients(p: Tensor, v: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jaggedtensor.block_masks import MASK_BLOCK, check_block_mask
 from jaggedtensor.kernels.cpu.rows import Many, One, Packed, by_heads, new_rows
 
 BLOCK = 1 << 20  # scores of a block of a long sequence
@@ -38,7 +39,13 @@ class Group(NamedTuple):
     query_lengths: Tensor | int  # (G, 1, 1, 1), or of the only sequence
     key_lengths: Tensor | int
     blocks: list[Block]
-    hides: bool  # whether some scores must not count: those of padding, or outside the window
+    hides: bool  # whether some scores must not count: those of padding, outside the window, or under the mask
+    sequences: Tensor | None = None  # (G,), where there is a mask
+
+    @property
+    def blind_rows(self) -> bool:
+        """Whether a query may see no key."""
+        return self.sequences is not None
 
     def rows(self, block: Block) -> tuple[One | Many, One | Many]:
         """Rows of q and of out."""
@@ -51,14 +58,23 @@ class Batch:
     """The sequences of a batch, long ones alone and short ones in groups of similar lengths.
 
     Windows are aligned at the end of a sequence, so queries that see no key are the first of theirs, and leaving them
-    out moves no other query's window. No row of scores is without a visible key.
+    out moves no other query's window. Only where there is a block mask is a row of scores without a visible key.
 
     Raises:
-        ValueError: offsets that do not start at 0, decrease, leave the rows, or are of two batch sizes.
+        ValueError: offsets that do not start at 0, decrease, leave the rows, or are of two batch sizes; a mask with too
+            few blocks.
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor, left: int, right: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_offsets: Tensor | None,
+        k_offsets: Tensor,
+        left: int,
+        right: int,
+        mask: Tensor | None = None,
     ):
         self.heads, self.group = k.shape[1], q.shape[-2] // k.shape[1]
         self.features = max(k.shape[2], v.shape[2])
@@ -84,11 +100,27 @@ class Batch:
         self.query_starts = blind if self.shared else self.result_starts
 
         self.live = (self.query_lengths > 0) & (self.key_lengths > 0)
+        self.mask, self.blind = None, blind
+        if mask is not None:
+            longest = (int(x.diff().max()) if len(x) > 1 else 0 for x in (q_offsets, k_offsets))
+            check_block_mask(mask, len(k_offsets) - 1, k.device, *longest)
+            self.mask = mask.expand(len(k_offsets) - 1, -1, -1)
+            self.live &= self._any_block()
         work = self.key_lengths * self.heads * (self.query_lengths * self.group + self.features)
         self.runs = self._runs((self.live & (work <= ALONE)).nonzero().flatten())
         alone = self.live.index_fill(0, torch.cat([self.key_starts[:0], *self.runs]), False)
         numbers = self.query_starts, self.query_lengths, self.result_starts, self.key_starts, self.key_lengths
         self.alone: list[list[int]] = torch.stack([x[alone] for x in numbers], 1).tolist()
+        self.sequences_alone = alone.nonzero().flatten()
+
+    def _any_block(self) -> Tensor:
+        """(B,) bool: whether the mask leaves a sequence any block that some query and some key are in."""
+        assert self.mask is not None
+        rows, columns = (MASK_BLOCK * torch.arange(size) for size in self.mask.shape[1:])
+        first, lengths = self.blind[:, None], self.query_lengths[:, None]
+        of_queries = (rows + MASK_BLOCK > first) & (rows < first + lengths)
+        of_keys = columns < self.key_lengths[:, None]
+        return (self.mask & of_queries[:, :, None] & of_keys[:, None]).any(2).any(1)
 
     def _runs(self, sequences: Tensor) -> list[Tensor]:
         """Of these sequences, those of similar lengths."""
@@ -108,11 +140,11 @@ class Batch:
 
     def new_results(self, features: int, dtype: torch.dtype, fill: float = 0) -> Tensor:
         shape = (self.result_rows, self.heads * self.group, features)
-        all_written = int(self.query_lengths[self.live].sum()) == self.num_queries
+        all_written = self.mask is None and int(self.query_lengths[self.live].sum()) == self.num_queries
         return new_rows(shape, dtype, self.num_queries, all_written, fill)
 
     def new_keys(self, like: Tensor) -> Tensor:
-        all_written = int(self.key_lengths[self.live].sum()) == self.num_keys
+        all_written = self.mask is None and int(self.key_lengths[self.live].sum()) == self.num_keys
         return new_rows(like.shape, like.dtype, self.num_keys, all_written, 0)
 
     def groups(self) -> Iterator[Group]:
@@ -126,25 +158,45 @@ class Batch:
 
     def _one(self, number: int, query_start: int, m: int, L: int) -> Iterator[Group]:
         """A sequence cut first by heads, then by queries, until a block of scores is small."""
-        rows = min(m, SPLIT) if self.limited else m
+        masked = self.mask is not None
+        sequences = self.sequences_alone[number : number + 1] if masked else None
+        rows = min(m, SPLIT) if self.limited or masked else m
         span = min(L, rows + self.left + self.right) if self.left >= 0 and self.right >= 0 else L
         heads = max(1, BLOCK // (rows * self.group * span))
         if heads == 1:
             rows = min(rows, max(LEAST, BLOCK // span // LEAST * LEAST) // self.group or 1)
         blocks = [Block()]
-        if rows < m or self.limited:
+        if rows < m or self.limited or masked:
             blocks = [self._block(slice(i, min(i + rows, m)), m, L) for i in range(0, m, rows)]
+        if masked:
+            blocks = [x for x in map(self._narrowed, blocks, [int(self.sequences_alone[number])] * len(blocks)) if x]
+        if not blocks:
+            return
         for h in range(0, self.heads, heads):
             some = slice(h, h + heads) if heads < self.heads else None
             queries = results = One(number, m, None, some)
             if self.shared:
                 queries = One(None, m, query_start, some)
-            yield Group(queries, results, One(number, L, None, some), m, L, blocks, self.limited)
+            hides = self.limited or masked
+            yield Group(queries, results, One(number, L, None, some), m, L, blocks, hides, sequences)
 
     def _block(self, queries: slice, m: int, L: int) -> Block:
         first = max(0, queries.start + L - m - self.left) if self.left >= 0 else 0
         last = min(L, queries.stop + L - m + self.right) if self.right >= 0 else L
         return Block(queries, slice(first, last))
+
+    def _narrowed(self, block: Block, sequence: int) -> Block | None:
+        """From the first key to the last that the mask lets any query of the block see."""
+        assert self.mask is not None
+        assert block.queries is not None
+        assert block.keys is not None
+        first, last = (int(self.blind[sequence]) + i for i in (block.queries.start, block.queries.stop - 1))
+        rows = slice(first // MASK_BLOCK, last // MASK_BLOCK + 1)
+        seen = (self.mask[sequence, rows].any(0).nonzero() * MASK_BLOCK).flatten().tolist()
+        if not seen:
+            return None
+        keys = slice(max(block.keys.start, seen[0]), min(block.keys.stop, seen[-1] + MASK_BLOCK))
+        return Block(block.queries, keys) if keys.start < keys.stop else None
 
     def _many(self, sequences: Tensor) -> Group:
         query_lengths, key_lengths = self.query_lengths[sequences], self.key_lengths[sequences]
@@ -153,10 +205,13 @@ class Batch:
             queries = One(None, results.length, int(self.query_starts[sequences[0]]))
         keys = Many(self.key_starts[sequences], key_lengths, self.num_keys)
         lengths = query_lengths.view(-1, 1, 1, 1), key_lengths.view(-1, 1, 1, 1)
-        return Group(queries, results, keys, *lengths, [Block()], self.limited or keys.repeated is not None)
+        masked = self.mask is not None
+        hides = self.limited or masked or keys.repeated is not None
+        return Group(queries, results, keys, *lengths, [Block()], hides, sequences if masked else None)
 
     def hide(self, s: Tensor, group: Group, block: Block) -> None:
-        """Sets scores, (H G, M, L), of padding and of keys outside the window to -inf; touches only the edges."""
+        """Sets scores, (H G, M, L), of padding, outside the window and under the mask to -inf; touches only the edges,
+        but for a mask."""
         s = s.unflatten(0, (-1, group.keys.count)).unflatten(2, (self.group, -1))  # (H, G, g, m, L)
         first_query, first_key = (0 if part is None else part.start for part in block)
         query = torch.arange(first_query, first_query + s.shape[3])[:, None]
@@ -166,12 +221,18 @@ class Batch:
         if self.right >= 0:
             last = (place + self.right).clamp(max=last)
         if isinstance(last, Tensor):
-            edge = int(last.min()) + 1 - first_key
+            edge = max(0, int(last.min()) + 1 - first_key)
             s[..., edge:].masked_fill_(key[edge:] > last, -torch.inf)
         if self.left >= 0:
             first = place - self.left
             edge = max(0, int(first.max()) - first_key)
             s[..., :edge].masked_fill_(key[:edge] < first, -torch.inf)
+        if group.sequences is not None:
+            assert self.mask is not None
+            start, sequence = (x.view(-1, 1, 1, 1) for x in (self.blind[group.sequences], group.sequences))
+            rows = (start + query.clamp(max=group.query_lengths - 1)) // MASK_BLOCK  # (G, 1, m, 1)
+            columns = key.clamp(max=group.key_lengths - 1) // MASK_BLOCK
+            s.masked_fill_(~self.mask[sequence, rows, columns], -torch.inf)
 
 
 def _checked(offsets: Tensor, rows: int, name: str) -> Tensor:

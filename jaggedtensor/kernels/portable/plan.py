@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.portable.attention_bwd import config as backward_config
 from jaggedtensor.kernels.portable.attention_fwd import config as forward_config
 from jaggedtensor.kernels.portable.tiling import Tiling
-from jaggedtensor.problem import AttentionProblem
+from jaggedtensor.problem import AttentionProblem, QueryKind
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis, TileSchedule
 
 if TYPE_CHECKING:
@@ -17,13 +18,20 @@ if TYPE_CHECKING:
 
 
 def plan(
-    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    train: bool,
+    block_mask: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Schedules for forward and, if `train`, for backward, as the launchers read them.
 
     Forward: tiles. Backward: tiles and worker offsets for the broadcast kernel; or tiles for keys, then tiles for
-    queries, with worker offsets if the query is a broadcast one.
+    queries, with worker offsets if the query is a broadcast one. With a mask, each has its list of blocks after it.
     """
+    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
 
     def schedule(kind: ScheduleKind, axis: TileAxis, tiling: Tiling, lines: int, workers: int = 1) -> TileSchedule:
         window: dict[str, Any] = {"left": problem.left, "right": problem.right}
@@ -41,16 +49,20 @@ def plan(
             rows=rows,
             q_rows=q_rows,
             **window,
+            **mask,
         )
+
+    def dynamic(axis: TileAxis, tiling: Tiling) -> list[Tensor]:
+        """The longest first, whoever is free: one program for each tile."""
+        return tensors(schedule(ScheduleKind.DYNAMIC, axis, tiling, problem.kv_heads))
 
     def shares(tiling: Tiling) -> list[Tensor]:
         lines = problem.kv_heads * tiling.q_blocks
-        made = schedule(ScheduleKind.STREAM_K, TileAxis.KEY, tiling, lines, lines * tiling.workers)
-        assert made.worker_offsets is not None
-        return [made.tiles, made.worker_offsets]
+        # A mask lets the q blocks of a sequence see different keys: then tiles tell which of them they are of.
+        axis = TileAxis.KEY if block_mask is None else TileAxis.QUERY
+        return tensors(schedule(ScheduleKind.STREAM_K, axis, tiling, lines, lines * tiling.workers))
 
-    # The longest first, whoever is free: one program for each tile.
-    forward = [schedule(ScheduleKind.DYNAMIC, TileAxis.QUERY, forward_config.select(problem), problem.kv_heads).tiles]
+    forward = dynamic(TileAxis.QUERY, forward_config.select(problem))
     if not train:
         return forward, []
     config = backward_config.select(problem)
@@ -58,8 +70,17 @@ def plan(
         return forward, shares(config.broadcast)
     assert config.keys is not None
     assert config.queries is not None
-    backward = [schedule(ScheduleKind.DYNAMIC, TileAxis.KEY, config.keys, problem.kv_heads).tiles]
-    if config.queries.workers > 1 or problem.query.name == "BROADCAST":
+    backward = dynamic(TileAxis.KEY, config.keys)
+    if problem.query is QueryKind.BROADCAST:
         return forward, [*backward, *shares(config.queries)]
-    queries = schedule(ScheduleKind.DYNAMIC, TileAxis.QUERY, config.queries, problem.kv_heads)
-    return forward, [*backward, queries.tiles]
+    return forward, [*backward, *dynamic(TileAxis.QUERY, config.queries)]
+
+
+def tensors(schedule: TileSchedule) -> list[Tensor]:
+    """Tiles, worker offsets if there are workers, and the list of blocks if there is a mask."""
+    found = [schedule.tiles]
+    if schedule.worker_offsets is not None:
+        found.append(schedule.worker_offsets)
+    if schedule.request.mask is not None:  # the list is None where nothing has any work
+        found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
+    return found

@@ -37,7 +37,9 @@ def select(problem: AttentionProblem) -> Config:
 
     # dQ of all rows of the query must fit into the registers of one program, beside Q and dO before Hopper.
     fitting = 32 * 64 if single else 128 * 128 if hopper or tensor_memory else 128 * 64
-    if shared and rows * wide <= fitting and rows <= 128 and not (single and wide > 128):
+    # Blocks of keys that no query sees are not met: a mask takes the other two kernels, which read lists.
+    of_one_pass = shared and not problem.masked
+    if of_one_pass and rows * wide <= fitting and rows <= 128 and not (single and wide > 128):
         m, residents = block_of(rows, 128), 1
         if single:
             blocks = Tiling(m, 32 if wide <= 64 else 16, num_warps=8 if m > 16 else 4, num_stages=1)

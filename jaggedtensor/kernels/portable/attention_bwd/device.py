@@ -31,7 +31,7 @@ from jaggedtensor.kernels.shared.rows import (
     sequence_at,
     store_rows,
 )
-from jaggedtensor.kernels.shared.tiles import load_tile
+from jaggedtensor.kernels.shared.tiles import block_at, load_tile
 
 
 @triton.jit(do_not_specialize=["total", "inner"])
@@ -85,7 +85,7 @@ def keys_kernel(
     statistics,  # (lse, delta)
     dk,
     dv,
-    tiles,  # a tile stays on a kv block and walks blocks of query rows
+    schedule,  # (tiles, list of q blocks or None): a tile stays on a kv block and walks blocks of query rows
     offsets,
     q_len,
     scales,  # (|scale| * log2(e), scale)
@@ -96,7 +96,7 @@ def keys_kernel(
     N: tl.constexpr = C.block_n
     D: tl.constexpr = C.block_d
     DV: tl.constexpr = C.block_dv
-    tile = load_tile(tiles, tl.program_id(0))
+    tile = load_tile(schedule[0], tl.program_id(0))
     if tile.sequence < 0:
         return
     queries = sequence_at(offsets[0], tile.sequence, q_len)
@@ -111,23 +111,40 @@ def keys_kernel(
     shift = keys.count - queries.count
     edge = (j, shift, window)
     source = (q, grad_out, statistics, queries)
-    if C.left or C.right:
+    if schedule[1] is not None:  # listed blocks may be cut anywhere
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, tile.q_end, schedule[1], edge, scales[0],
+            C, True,
+        )  # fmt: skip
+    elif C.left or C.right:
         last = tl.minimum((tile.kv_begin + 1) * C.block_n, keys.count) - 1
         whole, rest = blocks_that_see_all(
             tile.kv_begin * C.block_n, last, queries.count, shift, window, tile.q_begin, tile.q_end, C
         )
         dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, whole, edge, scales[0], C, True
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, whole, None, edge, scales[0], C, True
         )
         dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, whole, rest, edge, scales[0], C, False
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, whole, rest, None, edge, scales[0], C, False
         )
         dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, rest, tile.q_end, edge, scales[0], C, True
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, rest, tile.q_end, None, edge, scales[0], C, True
         )
     else:
         dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, tile.q_end, edge, scales[0], C, False
+            dk_tile,
+            dv_tile,
+            k_tile,
+            v_tile,
+            source,
+            tile.head,
+            tile.q_begin,
+            tile.q_end,
+            None,
+            edge,
+            scales[0],
+            C,
+            False,
         )
     if dk is not None:
         store_rows(key_places(dk, keys, tile.head, j, C.aligned), dk_tile * scales[1], here, C.head_dim, C.block_d)
@@ -137,13 +154,15 @@ def keys_kernel(
 
 @triton.jit
 def walk_queries(
-    dk_tile, dv_tile, k_tile, v_tile, source, head, begin, end, edge, scale_log2, C: tl.constexpr, MASK: tl.constexpr
-):
+    dk_tile, dv_tile, k_tile, v_tile, source, head, begin, end, listed, edge, scale_log2, C: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
-    lse, delta = load_statistics(source[2], source[3], query_rows(begin, head, source[3].count, C))
-    for block in range(begin, end):
-        rows = query_rows(block, head, source[3].count, C)
+    first = block_at(listed, begin, end)
+    lse, delta = load_statistics(source[2], source[3], query_rows(first, head, source[3].count, C))
+    for n in range(begin, end):
+        rows = query_rows(block_at(listed, n, end), head, source[3].count, C)
         q_tile = load_rows(
             query_places(source[0], source[3], rows, C.aligned), rows.inside, C.head_dim, C.block_d, True
         )
@@ -152,7 +171,8 @@ def walk_queries(
         )
         score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
         # Asked for a turn ahead: these loads feed no product, so Triton does not pipeline them by itself.
-        next_lse, next_delta = load_statistics(source[2], source[3], query_rows(block + 1, head, source[3].count, C))
+        next_rows = query_rows(block_at(listed, n + 1, end), head, source[3].count, C)
+        next_lse, next_delta = load_statistics(source[2], source[3], next_rows)
         p = probabilities(score, lse[:, None], scale_log2, C)  # [M, N]: statistics of rows take few registers
         if MASK:
             p = tl.where(visible(rows.i[:, None], edge[0][None, :], edge[1], edge[2], C), p, 0.0)
@@ -172,7 +192,7 @@ def queries_kernel(
     grad_out,
     statistics,
     dq,  # operand like q, or for a broadcast query the shares, fp32 [workers, M, D]
-    schedule,  # (tiles, worker_offsets), or (tiles, None): one tile for each program
+    schedule,  # (tiles, worker_offsets or None: one tile for each program, list of kv blocks or None)
     offsets,
     q_len,
     scales,
@@ -192,26 +212,32 @@ def queries_kernel(
         rows = query_rows(tile.q_begin, tile.head, queries.count, C)
         dq_tile = walk_keys(
             dq_tile, q, k, v, grad_out, statistics, tile.sequence, tile.q_begin, tile.head, tile.kv_begin, tile.kv_end,
-            offsets, q_len, scales[0], window, C,
+            schedule[2], offsets, q_len, scales[0], window, C,
         )  # fmt: skip
         store_rows(query_places(dq, queries, rows, C.aligned), dq_tile * scales[1], rows.inside, C.head_dim, C.block_d)
     else:
         for t in range(tl.load(schedule[1] + worker), tl.load(schedule[1] + worker + 1)):
             tile = load_tile(schedule[0], t)
-            # A line of the schedule is a pair (head, block of query rows); a worker stays on one.
-            dq_tile = walk_keys(
-                dq_tile, q, k, v, grad_out, statistics, tile.sequence, tile.head % C.q_blocks, tile.head // C.q_blocks,
-                tile.kv_begin, tile.kv_end, offsets, q_len, scales[0], window, C,
-            )  # fmt: skip
+            # A line of the schedule is a pair (head, block of query rows); a worker stays on one. Listed tiles are of
+            # all blocks of the query, of which the others' are passed over.
+            block = tile.head % C.q_blocks
+            mine = True
+            if schedule[2] is not None:
+                mine = tile.q_begin == block
+            if mine:
+                dq_tile = walk_keys(
+                    dq_tile, q, k, v, grad_out, statistics, tile.sequence, block, tile.head // C.q_blocks,
+                    tile.kv_begin, tile.kv_end, schedule[2], offsets, q_len, scales[0], window, C,
+                )  # fmt: skip
         store_share(dq, worker, dq_tile * scales[1], C)
 
 
 @triton.jit
 def walk_keys(
-    dq_tile, q, k, v, grad_out, statistics, sequence, block, head, begin, end, offsets, q_len, scale_log2, window,
-    C: tl.constexpr,
+    dq_tile, q, k, v, grad_out, statistics, sequence, block, head, begin, end, listed, offsets, q_len, scale_log2,
+    window, C: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of query rows from kv blocks begin..end-1 of one sequence."""
+    """dQ of one block of query rows from kv blocks begin..end-1 of one sequence, or those listed there."""
     queries = sequence_at(offsets[0], sequence, q_len)
     keys = sequence_at(offsets[1], sequence, 0)
     rows = query_rows(block, head, queries.count, C)
@@ -223,20 +249,26 @@ def walk_keys(
     shift = keys.count - queries.count
     edge = (rows.i, shift, window)
     fixed = (q_tile, do_tile, lse, delta)
-    first, last = query_span(block, queries.count, C)
-    whole, rest = blocks_seen_by_all(first, last, keys.count, shift, window, begin, end, C)
-    if C.left:
-        dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, begin, whole, edge, scale_log2, C, True)
-    dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, whole, rest, edge, scale_log2, C, False)
-    return add_keys(dq_tile, fixed, k, v, keys, head, rest, end, edge, scale_log2, C, True)
+    if listed is not None:  # listed blocks may be cut anywhere
+        dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, begin, end, listed, edge, scale_log2, C, True)
+    else:
+        first, last = query_span(block, queries.count, C)
+        whole, rest = blocks_seen_by_all(first, last, keys.count, shift, window, begin, end, C)
+        if C.left:
+            dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, begin, whole, None, edge, scale_log2, C, True)
+        dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, whole, rest, None, edge, scale_log2, C, False)
+        dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, rest, end, None, edge, scale_log2, C, True)
+    return dq_tile
 
 
 @triton.jit
-def add_keys(dq_tile, fixed, k, v, keys, head, begin, end, edge, scale_log2, C: tl.constexpr, MASK: tl.constexpr):
+def add_keys(
+    dq_tile, fixed, k, v, keys, head, begin, end, listed, edge, scale_log2, C: tl.constexpr, MASK: tl.constexpr
+):
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
-    for block in range(begin, end):
-        j = block * C.block_n + tl.arange(0, C.block_n)
+    for n in range(begin, end):
+        j = block_at(listed, n, end) * C.block_n + tl.arange(0, C.block_n)
         here = j < keys.count
         k_tile = load_rows(key_places(k, keys, head, j, C.aligned), here, C.head_dim, C.block_d, MASK)  # [N, D]
         v_tile = load_rows(key_places(v, keys, head, j, C.aligned), here, C.value_dim, C.block_dv, MASK)  # [N, Dv]

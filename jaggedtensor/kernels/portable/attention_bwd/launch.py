@@ -74,34 +74,41 @@ def backward(
 
         assert config.keys is not None
         assert config.queries is not None
-        key_tiles, tiles, *rest = args.schedule
+        of_broadcast = problem.query is QueryKind.BROADCAST
+        parts = iter(args.schedule)
+        key_tiles = next(parts)
+        key_list = next(parts) if problem.masked else None
+        tiles = next(parts)
+        shared_out = next(parts) if of_broadcast else None  # worker offsets
+        key_schedule, schedule = (key_tiles, key_list), (tiles, shared_out, next(parts, None))
         if (needs[1] or needs[2]) and key_tiles.shape[0]:
             tiling = config.keys
             keys_kernel[(key_tiles.shape[0],)](
-                *common, *key_grads, key_tiles, offsets, q_len, scales, window, tiling, **tiling.options
+                *common, *key_grads, key_schedule, offsets, q_len, scales, window, tiling, **tiling.options
             )
         if not needs[0]:
             return None, dk, dv
         tiling = config.queries
-        if problem.query is QueryKind.BROADCAST:
+        if of_broadcast:
             shares = _new_shares(k, tiling, problem)
             if tiles.shape[0] and q_len:
                 queries_kernel[(shares.shape[0],)](
-                    *common, _of_shares(shares), (tiles, rest[0]), offsets, q_len, scales, window, tiling,
+                    *common, _of_shares(shares), schedule, offsets, q_len, scales, window, tiling,
                     **tiling.options,
                 )  # fmt: skip
             return _sum_of_shares(shares, tiles, args, tiling), dk, dv
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)  # rows that see no key have no tile
         if tiles.shape[0]:
             queries_kernel[(tiles.shape[0],)](
-                *common, of_queries(dq), (tiles, None), offsets, q_len, scales, window, tiling, **tiling.options
+                *common, of_queries(dq), schedule, offsets, q_len, scales, window, tiling, **tiling.options
             )
         return dq, dk, dv
 
 
 def _new_like(x: Tensor, args: AttentionArgs) -> Tensor:
     """dK or dV: zeros where some keys may have no tile; else only slack is cleared, as every token is written."""
-    if args.problem.windowed or args.q_offsets is not None or args.problem.q_len == 0:
+    problem = args.problem
+    if problem.windowed or problem.masked or args.q_offsets is not None or problem.q_len == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
     if args.slack and gradient.numel():

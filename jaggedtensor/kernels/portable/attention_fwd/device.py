@@ -21,7 +21,7 @@ from jaggedtensor.kernels.shared.rows import (
     sequence_at,
     store_rows,
 )
-from jaggedtensor.kernels.shared.tiles import load_tile
+from jaggedtensor.kernels.shared.tiles import block_at, load_tile
 
 
 @triton.jit(do_not_specialize=["q_len"])
@@ -113,10 +113,7 @@ def attend(
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
     for n in range(begin, end):
-        block = n
-        if listed is not None:
-            block = tl.load(listed + n)
-        j = block * C.block_n + tl.arange(0, C.block_n)
+        j = block_at(listed, n, end) * C.block_n + tl.arange(0, C.block_n)
         here = j < keys.count
         k_tile = load_rows(key_places(k, keys, head, j, C.aligned), here, C.head_dim, C.block_d, MASK)  # [N, D]
         score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)

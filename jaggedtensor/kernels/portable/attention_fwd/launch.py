@@ -34,12 +34,12 @@ def tiling_of(problem: AttentionProblem, flip: bool, aligned: bool) -> Tiling:
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out and lse; rows without a visible key are filled here (0 and -inf), the others by the kernel."""
-    problem, (tiles,) = args.problem, args.schedule
+    problem, (tiles, *listed) = args.problem, args.schedule
     q, k, v = columns_together(args.q), columns_together(args.k), columns_together(args.v)
     tiling = tiling_of(problem, args.scale < 0, are_aligned(problem, q, k, v))
     jagged = args.q_offsets is not None
     # Without windows only empty sequences see nothing: then writing all rows twice is worth a launch to avoid.
-    few_blind = not jagged and not problem.windowed
+    few_blind = not jagged and not problem.windowed and not problem.masked
     by_kernel = few_blind and not args.complete and math.prod(args.out_shape) > SMALL
     if not by_kernel and not (few_blind and args.complete):
         out = q.new_zeros(args.out_shape)
@@ -61,20 +61,22 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
                 of_keys(v),
                 of_queries(out),
                 of_statistics(lse, jagged),
-                (tiles, None),
+                (tiles, listed[0] if listed else None),
                 (args.q_offsets, args.k_offsets),
                 problem.q_len or 0,
                 abs(args.scale) * math.log2(math.e),
                 (problem.left, problem.right),
                 tiling,
             )
-            launch(forward_kernel, tiles.shape[0], _variant(args, q, k, v, tiles), arguments, tiling.options)
+            launch(forward_kernel, tiles.shape[0], _variant(args, q, k, v, *args.schedule), arguments, tiling.options)
     return out, lse
 
 
-def _variant(args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tuple[Any, ...] | None:
+def _variant(args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *schedule: Tensor) -> tuple[Any, ...] | None:
     """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    places = q.data_ptr() | k.data_ptr() | v.data_ptr() | tiles.data_ptr() | args.k_offsets.data_ptr()
+    places = q.data_ptr() | k.data_ptr() | v.data_ptr() | args.k_offsets.data_ptr()
+    for x in schedule:
+        places |= x.data_ptr()
     q_type = None
     if args.q_offsets is not None:
         places |= args.q_offsets.data_ptr()
