@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,6 +18,8 @@ from torch import Tensor
 
 from jaggedtensor import env
 from jaggedtensor.errors import fail
+from jaggedtensor.kernels.hopper.plan import lacks as hopper_lacks
+from jaggedtensor.kernels.hopper.plan import plan_forward as plan_hopper_forward
 from jaggedtensor.kernels.portable.plan import plan as plan_portable
 from jaggedtensor.problem import AttentionProblem
 
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+GLUON_NEEDS = (3, 8)  # the version of Triton
 
 Schedules = tuple[list[Tensor], list[Tensor]]  # for forward, for backward
 
@@ -39,6 +46,31 @@ def plan_nothing(
     return [], []
 
 
+def plan_hopper(
+    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
+) -> Schedules:
+    """The portable kernels do the backward pass."""
+    backward = plan_portable(problem, keys, query, rows, q_rows, True)[1] if train else []
+    return plan_hopper_forward(problem, keys, query, rows, q_rows), backward
+
+
+def nothing_more(problem: AttentionProblem) -> list[str]:
+    """For implementations whose other fields say all that they lack."""
+    return []
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """Of the package that would be imported, without importing it; (0, 0) if there is none."""
+    names = ("triton", "pytorch-triton", "pytorch-triton-rocm") if HAS_TRITON else ()
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(name))
+            if found:
+                return int(found[1]), int(found[2])
+    return 0, 0
+
+
 _LAUNCHERS: dict[str, ModuleType] = {}  # imported so far
 
 
@@ -48,6 +80,7 @@ class Implementation:
 
     `module` names the package with the launchers `forward(args)` and `backward(args, ...)`; it is imported at the first
     use, so that importing the library needs torch alone. `plan` asks the layouts for the schedules that they take.
+    `backward` names the implementation that does the backward pass, if it is another one.
     """
 
     name: str
@@ -57,6 +90,10 @@ class Implementation:
     plan: Callable[..., Schedules] = plan_nothing  # called as `schedules` is, without a mask if there is none
     max_head_dim: int = MAX_HEAD_DIM
     needs_triton: bool = False
+    needs_gluon: bool = False
+    arch: int | None = None  # the major compute capability
+    limits: Callable[[AttentionProblem], list[str]] = nothing_more
+    backward: str | None = None
     masks: bool = False  # whether it reads block masks
 
     def lacks(self, problem: AttentionProblem) -> list[str]:
@@ -64,8 +101,13 @@ class Implementation:
         reasons = []
         if self.needs_triton and not HAS_TRITON:
             reasons.append("needs the package triton")
+        if self.needs_gluon and triton_version() < GLUON_NEEDS:
+            here = "{}.{}".format(*triton_version())
+            reasons.append("needs triton >= {}.{}".format(*GLUON_NEEDS) + f", not {here}" * HAS_TRITON)
         if problem.device.type not in self.devices:
             reasons.append(f"runs on {', '.join(self.devices)}, not on {problem.device.type}")
+        elif self.arch is not None and problem.device.arch[0] != self.arch:
+            reasons.append("needs compute capability {}.x, not {}.{}".format(self.arch, *problem.device.arch))
         if problem.dtype not in self.dtypes:
             reasons.append(f"does not compute in {problem.dtype}")
         widest = max(problem.head_dim, problem.value_dim)
@@ -73,7 +115,7 @@ class Implementation:
             reasons.append(f"takes head dimensions up to {self.max_head_dim}, not {widest}")
         if problem.masked and not self.masks:
             reasons.append("takes no block_mask")
-        return reasons
+        return reasons + self.limits(problem)
 
     def schedules(
         self,
@@ -91,12 +133,18 @@ class Implementation:
         return self.plan(problem, keys, query, rows, q_rows, train, block_mask)
 
     def launcher(self) -> ModuleType:
+        """The module with `forward`, and with `backward` if it does that pass."""
         if self.name not in _LAUNCHERS:
             _LAUNCHERS[self.name] = importlib.import_module(self.module)
         return _LAUNCHERS[self.name]
 
+    def backward_launcher(self) -> ModuleType:
+        """The module with `backward`."""
+        return self.launcher() if self.backward is None else by_name(self.backward).launcher()
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALVES, torch.float32)
 
 # Fastest first: choose() takes the first that lacks nothing.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
@@ -109,6 +157,17 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         plan=plan_portable,
         needs_triton=True,
         masks=True,
+    ),
+    Implementation(
+        "hopper",
+        "jaggedtensor.kernels.hopper.launch",
+        ("cuda",),
+        _HALVES,
+        plan=plan_hopper,
+        needs_gluon=True,
+        arch=9,
+        limits=hopper_lacks,
+        backward="portable",
     ),
 )
 

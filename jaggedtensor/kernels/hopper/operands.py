@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
 from torch import Tensor
 
+from jaggedtensor.kernels.shared.direct import Descriptor
 from jaggedtensor.kernels.shared.dsl import TensorDescriptor, gl
 
 MOST_ROWS = 1 << 30
 _UNBOUNDED = 0x7FFF0000
+_ALIGNED = 256  # elements: a stride that nothing depends on, as torch gives any for a dimension of size 1
 
 
 def takes(x: Tensor) -> bool:
@@ -17,17 +23,31 @@ def takes(x: Tensor) -> bool:
     return x.stride(-1) == 1 and not x.data_ptr() % 16 and not any(step % unit for step in steps)
 
 
-def ragged(x: Tensor, rows: int, heads: int, columns: int) -> TensorDescriptor:
+def ragged(x: Tensor, rows: int, heads: int, columns: int) -> Descriptor:
     """Of `[tokens, H, D]`, for blocks of some rows, heads and columns that end where a sequence does.
 
-    As `triton.tools.ragged_tma`: the rows get 2 ** 30 as their bound, and two coordinates in front, whose strides come to
-    0 modulo 2 ** 64 together with that bound, tell where a sequence ends. Row r of a sequence of n that begins at s is at
-    (2 ** 30, s + n, 2 ** 30 - n + r): before the bound if and only if r < n.
+    As `triton.tools.ragged_tma`: the rows get 2 ** 30 as their bound, and two coordinates in front, whose strides come
+    to 0 modulo 2 ** 64 together with that bound, tell where a sequence ends. Row r of a sequence of n that begins at s
+    is at (2 ** 30, s + n, 2 ** 30 - n + r): before the bound if and only if r < n.
     """
     tokens, h, d = x.shape
-    row, head = x.stride(0), x.stride(1)
-    head = head if h > 1 else d
-    row = row if tokens > 1 else h * d
-    layout = gl.NVMMASharedLayout(128, 8 * x.itemsize, 5)
-    shape = [_UNBOUNDED, _UNBOUNDED, MOST_ROWS, h, d]
-    return TensorDescriptor(x, shape, [2**34 - row, row, row, head, 1], [1, 1, rows, heads, columns], layout)
+    row, head, _ = x.stride()
+    if h == 1:
+        head = _ALIGNED
+    if tokens == 1:
+        row = _ALIGNED
+    block = [1, 1, rows, heads, columns]
+
+    def make() -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(128, 8 * x.itemsize, 5)
+        shape = [_UNBOUNDED, _UNBOUNDED, MOST_ROWS, h, d]
+        return TensorDescriptor(x, shape, [2**34 - row, row, row, head, 1], block, layout)
+
+    return (x.data_ptr(), row, head, h, d, x.dtype, rows, heads, columns), make
+
+
+def device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make it the tensor's."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

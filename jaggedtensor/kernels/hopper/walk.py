@@ -1,7 +1,7 @@
 """What a CTA has to do: its tiles of a schedule, one after the other, with where their rows are.
 
-A tile is eight numbers of the schedule and four of the offsets, and the latter can only be asked for when the former are
-there. Every role reads them two tiles ahead, so that it waits for neither.
+A tile is eight numbers of the schedule and four of the offsets, and the latter can only be asked for when the former
+are there. Every role asks for both two tiles ahead, so that it waits for neither.
 """
 
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon

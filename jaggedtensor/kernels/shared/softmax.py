@@ -40,7 +40,7 @@ def sums_by_thread(p):
 
 @gluon.jit
 def probabilities(score, peak, scale, BLIND: gl.constexpr):
-    """exp of scores less their row's peak, and the unit [M]. BLIND: a row's peak may be -inf, as it has seen nothing."""
+    """exp of scores less their row's peak [M], that peak and the unit [M]. BLIND: rows may have seen nothing so far."""
     base = gl.where(peak == float("-inf"), 0.0, peak) if BLIND else peak
     unit = scale.of_rows(base)
     return gl.exp2(gl.fma(score, gl.expand_dims(unit, 1), gl.expand_dims(-base * unit, 1))), base, unit

@@ -48,16 +48,6 @@ class Channels:
 
 
 @aggregate
-class Statistics:
-    """Where lse goes."""
-
-    pointer: gl.tensor
-    batch: gl.tensor
-    row: gl.tensor
-    head: gl.tensor
-
-
-@aggregate
 class Ring:
     """A consumer's places."""
 
@@ -86,7 +76,7 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
             _, after = channels.q.acquire_empty(q_at)
             for part in gl.static_range(PARTS):
                 first = (tile.q_block * C.consumers + part) * (ROWS // C.group)
-                place = ragged_place(q_start, span.q_count, first, tile.head * C.group)
+                place = ragged_place(q_start, span.q_count, first, tile.head * C.heads)
                 channels.q.slot(q_at, part).load(q_desc, place)
             q_at = after
             held = query_of(tile, C)
@@ -217,29 +207,62 @@ def pass_by(channels, ring, tile):
     return Ring(k_at, v_at)
 
 
+@aggregate
+class Results:
+    """Where O and lse go."""
+
+    desc: tma.tensor_descriptor  # of O, ragged, for blocks of a consumer
+    out: gl.tensor  # the same by pointer, [rows, Hq, Dv] without gaps
+    lse: gl.tensor
+    batch: gl.tensor  # strides of lse
+    row: gl.tensor
+    head: gl.tensor
+
+
 @gluon.jit
-def finish(acc, rows, staging, out_desc, lse, tile, span, first, scale, C: gl.constexpr):
-    """O by TMA through the staging buffer, and lse."""
-    norm = gl.sum(rows.norm, 1)
-    norm = gl.convert_layout(norm, rows.peak.type.layout)
+def store_by_pointers(results, out, tile, span, first, C: gl.constexpr):
+    """O [64, Dv] where the rows of a tile are not a block that TMA can store."""
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
+    column = gl.arange(0, C.block_dv, gl.SliceLayout(0, out.type.layout))
+    i, g = row // C.group, row % C.group
+    place = ((span.q_start + i).to(gl.int64) * C.q_heads + tile.head * C.heads + g) * C.value_dim
+    mask = ((i < span.q_count) & (g < C.heads))[:, None] & (column < C.value_dim)[None, :]
+    gl.store(results.out + place[:, None] + column[None, :], out.to(results.out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_statistics(results, natural, tile, span, first, C: gl.constexpr):
+    """lse [64]."""
+    row = first + gl.arange(0, ROWS, natural.type.layout)
+    i, g = row // C.group, row % C.group
+    if C.jagged:
+        base = results.lse + span.q_start.to(gl.int64) * results.row
+    else:
+        base = results.lse + tile.sequence.to(gl.int64) * results.batch
+    places = base + i * results.row + (tile.head * C.heads + g) * results.head
+    gl.store(places, natural, mask=(i < span.q_count) & (g < C.heads))
+
+
+@gluon.jit
+def finish(acc, rows, staging, results, tile, span, first, scale, C: gl.constexpr):
+    """O, by TMA through the staging buffer, and lse."""
+    norm = gl.convert_layout(gl.sum(rows.norm, 1), rows.peak.type.layout)
     some = norm > 0
     norm = gl.where(some, norm, 1.0)
-    staging.store((acc * by_row(1.0 / norm, acc)).to(staging.dtype))
-    fence_async_shared()
-    tma.async_store(out_desc, ragged_place(span.q_start, span.q_count, first // C.group, tile.head * C.group), staging)
-    natural = (rows.peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
-    row = first + gl.arange(0, ROWS, rows.peak.type.layout)
-    i, head = row // C.group, tile.head * C.group + row % C.group
-    if C.jagged:
-        base = lse.pointer + span.q_start.to(gl.int64) * lse.row
+    out = acc * by_row(1.0 / norm, acc)
+    if C.tma_store:
+        staging.store(out.to(staging.dtype))
+        fence_async_shared()
+        place = ragged_place(span.q_start, span.q_count, first // C.group, tile.head * C.heads)
+        tma.async_store(results.desc, place, staging)
     else:
-        base = lse.pointer + tile.sequence.to(gl.int64) * lse.batch
-    places = base + i * lse.row + head * lse.head
-    gl.store(places, gl.where(some, natural, float("-inf")), mask=i < span.q_count)
+        store_by_pointers(results, out, tile, span, first, C)
+    natural = (rows.peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
+    store_statistics(results, gl.where(some, natural, float("-inf")), tile, span, first, C)
 
 
 @gluon.jit
-def consume_role(part: gl.constexpr, schedule, out_desc, channels, lse, scale, window, C: gl.constexpr):
+def consume_role(part: gl.constexpr, schedule, channels, results, scale, window, C: gl.constexpr):
     begin, end = my_range(schedule)
     walk = start_walk(schedule, begin, end)
     q_at = channels.q.start()
@@ -259,12 +282,12 @@ def consume_role(part: gl.constexpr, schedule, out_desc, channels, lse, scale, w
         first = tile.q_block * C.block_m + part * ROWS
         if first < span.q_count * C.group:
             acc, rows, ring = attend(q_slot.buffer, channels, ring, tile, span, first, scale, window, C)
-            if C.stage_in_q:
+            if C.stage_in_q or not C.tma_store:
                 staging = q_slot.buffer
             else:
                 staging = channels.out.index(part)
                 tma.store_wait(0)  # the tile before has left it
-            finish(acc, rows, staging, out_desc, lse, tile, span, first, scale, C)
+            finish(acc, rows, staging, results, tile, span, first, scale, C)
         else:
             ring = pass_by(channels, ring, tile)
         walk = walk.next(t)
@@ -277,6 +300,7 @@ def forward_kernel(
     k,
     v,
     out,
+    out_pointer,
     lse,  # fp32 [B, Hq, Lq] or [rows, Hq]
     lse_batch,
     lse_row,
@@ -301,16 +325,18 @@ def forward_kernel(
         make_channel(dtype, [ROWS, C.block_d], q_layout, C.q_stages, C.consumers, 1, C.consumers),
         make_channel(dtype, [C.block_n, C.block_d], k_layout, C.kv_stages, C.consumers),
         make_channel(dtype, [C.block_n, C.block_dv], v_layout, C.kv_stages, C.consumers),
-        gl.allocate_shared_memory(dtype, [C.consumers, ROWS, C.block_dv], out_layout) if not C.stage_in_q else None,
+        gl.allocate_shared_memory(dtype, [C.consumers, ROWS, C.block_dv], out_layout)
+        if C.tma_store and not C.stage_in_q
+        else None,
     )
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len)
-    statistics = Statistics(lse, lse_batch, lse_row, lse_head)
+    results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
     scale = Scale(scale_log2, coarse)
     window = (left, right)
     if C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, out, channels, statistics, scale, window, C)),
+                (consume_role, (0, schedule, channels, results, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
             ],
             [1],
@@ -319,8 +345,8 @@ def forward_kernel(
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, out, channels, statistics, scale, window, C)),
-                (consume_role, (1, schedule, out, channels, statistics, scale, window, C)),
+                (consume_role, (0, schedule, channels, results, scale, window, C)),
+                (consume_role, (1, schedule, channels, results, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
             ],
             [4, 1],
@@ -329,9 +355,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, out, channels, statistics, scale, window, C)),
-                (consume_role, (1, schedule, out, channels, statistics, scale, window, C)),
-                (consume_role, (2, schedule, out, channels, statistics, scale, window, C)),
+                (consume_role, (0, schedule, channels, results, scale, window, C)),
+                (consume_role, (1, schedule, channels, results, scale, window, C)),
+                (consume_role, (2, schedule, channels, results, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
             ],
             [4, 4, 1],

@@ -1,0 +1,3 @@
+"""The launchers of the Hopper kernels."""
+
+from jaggedtensor.kernels.hopper.attention_fwd.launch import forward as forward

@@ -1,0 +1,50 @@
+"""What the Hopper kernels can serve, and the schedules that they take, asked of the layout, which keeps them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, select
+from jaggedtensor.problem import AttentionProblem
+from jaggedtensor.schedules.types import ScheduleKind
+
+if TYPE_CHECKING:
+    from jaggedtensor.layout import JaggedLayout
+
+
+def lacks(problem: AttentionProblem) -> list[str]:
+    """Why these kernels cannot serve a problem on an SM90 in half precision; empty if they can."""
+    reasons = []
+    if problem.group > ROWS:
+        reasons.append(f"packs up to {ROWS} query heads for each head of keys, not {problem.group}")
+    if problem.head_dim % 8 or problem.value_dim % 8:
+        dims = f"{problem.head_dim} and {problem.value_dim}"
+        reasons.append(f"takes head dimensions of whole 16 bytes (multiples of 8), not {dims}")
+    return reasons
+
+
+def plan_forward(
+    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
+) -> list[Tensor]:
+    """Tiles and worker offsets: the longest first, dealt back and forth to one CTA for each multiprocessor."""
+    config = select(problem)
+    q_len = problem.q_len if query is None else query
+    assert q_len is not None
+    schedule = keys.schedule(
+        ScheduleKind.ZIGZAG,
+        q_len=q_len,
+        heads=problem.kv_heads,
+        group=config.group,
+        block_q=config.block_m,
+        block_kv=config.block_n,
+        workers=problem.device.processors,
+        left=problem.left,
+        right=problem.right,
+        tile_cost=config.tile_cost,
+        rows=rows,
+        q_rows=q_rows,
+    )
+    assert schedule.worker_offsets is not None
+    return [schedule.tiles, schedule.worker_offsets]

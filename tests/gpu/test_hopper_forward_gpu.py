@@ -1,0 +1,140 @@
+"""The Hopper forward on an SM90: values against float64, bits from run to run, what it refuses, and who is chosen.
+
+The case list in other files of this folder runs with it too: JAGGEDTENSOR_TEST_BACKEND=hopper.
+"""
+
+import pytest
+import torch
+
+from jaggedtensor import JaggedTensor
+from jaggedtensor.kernels.dispatch import by_name, choose
+from jaggedtensor.problem import AttentionProblem, QueryKind
+from jaggedtensor.testing import AttentionCase, assert_attention_within_budget
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+
+def problem_of(q, k, v):
+    return AttentionProblem.of(q, k, v, None, -1, -1, False)
+
+
+def lacks_here():
+    x = torch.empty(1, 1, 64, device="cuda", dtype=torch.bfloat16)
+    return by_name("hopper").lacks(problem_of(x, x, x))
+
+
+if lacks_here():
+    pytest.skip(f"the Hopper kernels here: {', '.join(lacks_here())}", allow_module_level=True)
+
+B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
+K_LENGTHS = (330, 0, 1, 16, 150, 128, 64, 1000, 129, 65)
+Q_LENGTHS = (200, 3, 0, 17, 50, 128, 1, 77, 300, 64)
+
+
+def check(case):
+    assert_attention_within_budget(case, case.run("hopper", "cuda"))
+
+
+def case_of(query, dim=64, value_dim=None, dtype=torch.bfloat16, **options):
+    settings = dict(q_lengths=Q_LENGTHS, q_slack=3, k_slack=5, dim=dim, value_dim=value_dim or dim, dtype=dtype)
+    return AttentionCase(K_LENGTHS, query=query, **settings | options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (72, 40), (8, 256), (256, 64), (128, 256)], ids=str)
+def test_head_dimensions_up_to_256(dims, dtype):
+    check(case_of(J, *dims, dtype=dtype))
+    check(case_of(B, *dims, dtype=dtype, q_length=128))
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64, 65, 128, 130, 300])
+def test_queries_of_any_length(rows):
+    check(case_of(B, 128, q_length=rows))
+    check(case_of(P, 64, q_length=rows))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1), (64, 1)], ids=str)
+@pytest.mark.parametrize("query", [B, P, J], ids=lambda kind: kind.name)
+def test_query_heads_that_share_keys_are_packed(query, heads):
+    check(case_of(query, 64, q_length=21, heads=heads[0], kv_heads=heads[1], causal=True))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{"causal": True}, {"window": (30, 5)}, {"window": (200, None)}, {"window": (None, 100)}, {"window": (0, 0)}],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_windows(mask, dim):
+    check(case_of(J, dim, **mask))
+    check(case_of(B, dim, q_length=140, **mask))
+
+
+@pytest.mark.parametrize("k_lengths", [(0, 0, 0), (1,), (0, 1), (64, 64, 64), (4096, 1), (129, 0, 1)], ids=str)
+def test_few_or_empty_sequences(k_lengths):
+    check(AttentionCase(k_lengths, q_length=128, dim=128, value_dim=128, dtype=torch.bfloat16))
+
+
+def test_a_scale_of_any_sign():
+    for scale in (-0.3, 0.0, 2.0):
+        check(case_of(J, scale=scale))
+
+
+def test_nan_beyond_a_sequence_is_never_read():
+    """Contract 2, and neighbours: a sequence's last block holds rows of the next one."""
+    case = case_of(B, 128, q_length=128)
+    q, k, v = case.inputs("cuda")
+    clean = k.attend(q, v, backend="hopper")
+    for i in (0, 4, 7):
+        dirty_k, dirty_v = k.values().detach().clone(), v.values().detach().clone()
+        begin, end = (int(x) for x in k.offsets()[i : i + 2])
+        for x in (dirty_k, dirty_v):
+            x[begin:end] = torch.nan
+        dirty = k.with_values(dirty_k).attend(q, k.with_values(dirty_v), backend="hopper")
+        others = [j for j in range(len(K_LENGTHS)) if j != i]
+        assert torch.equal(dirty[others], clean[others])
+        assert dirty[i].isnan().all()
+
+
+def test_strides_of_slices_and_transposes():
+    lengths = torch.tensor(K_LENGTHS)
+    wide = torch.randn(int(lengths.sum()), 2, 3, 128, device="cuda", dtype=torch.bfloat16)
+    base = JaggedTensor.from_lengths(wide[:, :, 0].contiguous(), lengths.cuda())
+    q = torch.randn(4, 2, 100, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[1]
+    expected = base.attend(q.contiguous(), base.with_values(wide[:, :, 1].contiguous()), backend="hopper")
+    views = base.with_values(wide[:, :, 0])
+    assert torch.equal(views.attend(q, base.with_values(wide[:, :, 1]), backend="hopper"), expected)
+    apart = wide[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2)  # columns not together: copied
+    assert torch.equal(views.attend(q, base.with_values(apart), backend="hopper"), expected)
+
+
+def test_the_same_bits_in_shuffled_repeats():
+    """EMP-07: empty tiles and full ones in any order, many times over."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.tensor([0, 1, 127, 128, 129, 1024])[torch.randint(0, 6, (256,), generator=generator)]
+    calls = []
+    for dim in (128, 192):
+        k = torch.randn(int(drawn.sum()), 2, dim, device="cuda", dtype=torch.bfloat16)
+        keys = JaggedTensor.from_lengths(k, drawn.cuda())
+        queries = torch.randn(128, 2, dim, device="cuda", dtype=torch.bfloat16)
+        calls += [lambda keys=keys, queries=queries: keys.attend(queries, backend="hopper")]
+        calls += [lambda keys=keys: keys.attend(keys, backend="hopper").values()]
+    first = [call() for call in calls]
+    for _ in range(50):
+        for i in torch.randperm(len(calls), generator=generator).tolist():
+            assert torch.equal(calls[i](), first[i])
+
+
+def test_what_it_lacks_goes_to_the_portable_kernels():
+    for heads, dim in (((3, 1), 64), ((1, 1), 20)):
+        q = torch.empty(4, heads[0], dim, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(4, heads[1], dim, device="cuda", dtype=torch.bfloat16)
+        choice = choose(problem_of(q, k, k))
+        assert choice.implementation.name == "portable"
+        assert choice.passed_over["hopper"]
+
+
+def test_it_is_chosen_where_it_can():
+    x = torch.empty(4, 2, 128, device="cuda", dtype=torch.float16)
+    assert choose(problem_of(x, x, x)).implementation.name == "hopper"
