@@ -18,7 +18,9 @@ from torch import Tensor
 
 from jaggedtensor import env
 from jaggedtensor.errors import fail
+from jaggedtensor.kernels.hopper.plan import backward_lacks as hopper_backward_lacks
 from jaggedtensor.kernels.hopper.plan import lacks as hopper_lacks
+from jaggedtensor.kernels.hopper.plan import plan_backward as plan_hopper_backward
 from jaggedtensor.kernels.hopper.plan import plan_forward as plan_hopper_forward
 from jaggedtensor.kernels.portable.plan import plan as plan_portable
 from jaggedtensor.problem import AttentionProblem
@@ -49,9 +51,13 @@ def plan_nothing(
 def plan_hopper(
     problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
 ) -> Schedules:
-    """The portable kernels do the backward pass."""
-    backward = plan_portable(problem, keys, query, rows, q_rows, True)[1] if train else []
-    return plan_hopper_forward(problem, keys, query, rows, q_rows), backward
+    """The portable kernels do the backward pass where its own ones lack something."""
+    forward = plan_hopper_forward(problem, keys, query, rows, q_rows)
+    if not train:
+        return forward, []
+    if hopper_backward_lacks(problem):
+        return forward, plan_portable(problem, keys, query, rows, q_rows, True)[1]
+    return forward, plan_hopper_backward(problem, keys, rows)
 
 
 def nothing_more(problem: AttentionProblem) -> list[str]:
@@ -80,7 +86,7 @@ class Implementation:
 
     `module` names the package with the launchers `forward(args)` and `backward(args, ...)`; it is imported at the first
     use, so that importing the library needs torch alone. `plan` asks the layouts for the schedules that they take.
-    `backward` names the implementation that does the backward pass, if it is another one.
+    `backward` names the implementation that does the backward pass where `backward_limits` finds something lacking.
     """
 
     name: str
@@ -94,6 +100,7 @@ class Implementation:
     arch: int | None = None  # the major compute capability
     limits: Callable[[AttentionProblem], list[str]] = nothing_more
     backward: str | None = None
+    backward_limits: Callable[[AttentionProblem], list[str]] = nothing_more
     masks: bool = False  # whether it reads block masks
 
     def lacks(self, problem: AttentionProblem) -> list[str]:
@@ -138,9 +145,11 @@ class Implementation:
             _LAUNCHERS[self.name] = importlib.import_module(self.module)
         return _LAUNCHERS[self.name]
 
-    def backward_launcher(self) -> ModuleType:
-        """The module with `backward`."""
-        return self.launcher() if self.backward is None else by_name(self.backward).launcher()
+    def backward_launcher(self, problem: AttentionProblem) -> ModuleType:
+        """The module with the `backward` that serves a problem."""
+        if self.backward is not None and self.backward_limits(problem):
+            return by_name(self.backward).launcher()
+        return self.launcher()
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -168,6 +177,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         arch=9,
         limits=hopper_lacks,
         backward="portable",
+        backward_limits=hopper_backward_lacks,
     ),
 )
 

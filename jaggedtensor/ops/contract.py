@@ -68,7 +68,7 @@ def _backward(
     problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic, block_mask is not None)
     args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, backward_schedule, block_mask)
     with no_autocast(q.device):
-        grads = by_name(backend).backward_launcher().backward(args, grad_out, grad_lse, out, lse, tuple(needs))
+        grads = by_name(backend).backward_launcher(problem).backward(args, grad_out, grad_lse, out, lse, tuple(needs))
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 

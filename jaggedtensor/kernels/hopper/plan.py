@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, select
 from jaggedtensor.problem import AttentionProblem
-from jaggedtensor.schedules.types import ScheduleKind
+from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
@@ -45,6 +47,31 @@ def plan_forward(
         tile_cost=config.tile_cost,
         rows=rows,
         q_rows=q_rows,
+    )
+    assert schedule.worker_offsets is not None
+    return [schedule.tiles, schedule.worker_offsets]
+
+
+@functools.lru_cache(maxsize=512)
+def backward_lacks(problem: AttentionProblem) -> list[str]:
+    """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
+    return broadcast.lacks(problem)
+
+
+def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
+    """Tiles and worker offsets: equal ranges of the KV blocks of each head, over all sequences."""
+    config = broadcast.select(problem)
+    assert problem.q_len is not None
+    schedule = keys.schedule(
+        ScheduleKind.STREAM_K,
+        axis=TileAxis.KEY,
+        q_len=problem.q_len,
+        heads=problem.kv_heads,
+        group=problem.group,
+        block_q=config.parts * broadcast.ROWS,
+        block_kv=config.block_n,
+        workers=problem.kv_heads * config.workers,
+        rows=rows,
     )
     assert schedule.worker_offsets is not None
     return [schedule.tiles, schedule.worker_offsets]

@@ -13,7 +13,7 @@ def delta_of(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     batch, length, heads, dim = out.shape
     delta = out.new_empty(batch, heads, length, dtype=torch.float32)
     if delta.numel():
-        block = 32
+        block = 64
         delta_kernel[(triton.cdiv(batch * length * heads, block),)](
             out, grad_out, grad_lse, delta, batch * length * heads, length, heads,
             out.stride()[:3], grad_out.stride()[:3], None if grad_lse is None else grad_lse.stride(),
@@ -39,14 +39,16 @@ def delta_kernel(
     BLOCK: tl.constexpr,
 ):
     """In the order of memory of a contiguous out: the heads of a row after each other."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < total
-    head, i, sequence = row % heads, row // heads % length, row // heads // length
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    one = length * heads  # rows of a sequence
+    row = (begin % one).to(tl.int32) + tl.arange(0, BLOCK)  # divisions by row in 32 bits
+    inside = begin + tl.arange(0, BLOCK) < total
+    sequence, head, i = begin // one + row // one, row % heads, row % one // heads
     column = tl.arange(0, COLUMNS)
     mask = inside[:, None] & (column < WIDTH)[None, :]
-    at = sequence * out_steps[0] + i * out_steps[1] + head * out_steps[2]
+    at = sequence * out_steps[0] + i.to(tl.int64) * out_steps[1] + head * out_steps[2]
     o = tl.load(out + at[:, None] + column[None, :], mask=mask, other=0.0)
-    at = sequence * grad_steps[0] + i * grad_steps[1] + head * grad_steps[2]
+    at = sequence * grad_steps[0] + i.to(tl.int64) * grad_steps[1] + head * grad_steps[2]
     do = tl.load(grad_out + at[:, None] + column[None, :], mask=mask, other=0.0)
     result = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if grad_lse is not None:

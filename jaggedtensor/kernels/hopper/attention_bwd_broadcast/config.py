@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
 ROWS = 128  # packed query rows of a CTA, of which each of the two consumers has half
+MOST_PARTS = 4  # CTAs that share the rows of a query
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 _TURNS = 2  # buffers of P, and of dS
 
@@ -21,7 +22,8 @@ class Config:
     block_dv: int
     group: int  # query heads that share one of keys
     q_heads: int
-    workers: int  # CTAs for each head of keys
+    workers: int  # shares of the keys of a head
+    parts: int  # CTAs for each share, with 128 rows each
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -33,7 +35,7 @@ class Config:
         """Bytes: Q and dO, the rings of K and V, P and dS, and mbarriers (each padded to 16 bytes)."""
         columns = self.block_d + self.block_dv
         elements = ROWS * columns + self.stages * self.block_n * columns + 2 * _TURNS * ROWS * self.block_n
-        return 2 * elements + 16 * 2 * (2 + 2 * self.stages + 2 * _TURNS)
+        return 2 * elements + 16 * 2 * (2 + 2 * self.stages + 3 * _TURNS)
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
@@ -41,8 +43,8 @@ def lacks(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.query is not QueryKind.BROADCAST:
         reasons.append("takes a broadcast query")
-    elif not 1 <= (problem.rows or 0) <= ROWS:
-        reasons.append(f"takes up to {ROWS} query rows of a head of keys, not {problem.rows}")
+    elif not 1 <= (problem.rows or 0) <= MOST_PARTS * ROWS:
+        reasons.append(f"takes 1 to {MOST_PARTS * ROWS} query rows of a head of keys, not {problem.rows}")
     if problem.windowed:
         reasons.append("takes no window")
     if problem.dtype.itemsize != 2:
@@ -58,9 +60,11 @@ def lacks(problem: AttentionProblem) -> list[str]:
 def select(problem: AttentionProblem) -> Config:
     """A pure function of a problem that lacks nothing: as many stages as there is room for, up to four."""
     block_d, block_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.value_dim))
-    workers = max(1, problem.device.processors // problem.kv_heads)  # one CTA for each processor, none left over
+    assert problem.rows is not None
+    parts = -(-problem.rows // ROWS)
+    workers = max(1, problem.device.processors // (problem.kv_heads * parts))  # not one CTA more than processors
     for stages in (4, 3):
-        config = Config(64, stages, block_d, block_dv, problem.group, problem.q_heads, workers)
+        config = Config(64, stages, block_d, block_dv, problem.group, problem.q_heads, workers, parts)
         if config.shared_memory <= SHARED_MEMORY:
             return config
     raise AssertionError(f"{config} takes {config.shared_memory} bytes of shared memory")

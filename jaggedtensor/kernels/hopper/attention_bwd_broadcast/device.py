@@ -22,7 +22,7 @@ stores nothing there, so that no score needs a mask: such a key has P <= 1 and a
 
 from triton.language.core import PropagateNan
 
-from jaggedtensor.kernels.hopper.walk import Schedule, my_range, read_span, read_tile, start_walk
+from jaggedtensor.kernels.hopper.walk import Schedule, read_span, read_tile, start_walk
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
     fence_async_shared,
@@ -51,6 +51,8 @@ class Channels:
     v: Channel  # [N, Dv]
     p: Channel  # [128, N], filled by both consumers and read by the one that makes dV
     ds: Channel  # the same for dK
+    dv: Channel  # [N, Dv], in the memory of p: its maker stages what the store role stores, which then frees both
+    dk: Channel  # [N, D], in that of ds
 
 
 @aggregate
@@ -98,9 +100,22 @@ def ragged_place(start, count, row, head):
 
 
 @gluon.jit
+def my_part(C: gl.constexpr):
+    """Which 128 of the query rows this CTA has."""
+    return gl.program_id(0) % C.parts
+
+
+@gluon.jit
+def my_range(schedule, C: gl.constexpr):
+    """First place in the schedule, and the one past the last, of this CTA; all parts of a query have the same."""
+    worker = gl.program_id(0) // C.parts
+    return gl.load(schedule.worker_offsets + worker), gl.load(schedule.worker_offsets + worker + 1)
+
+
+@gluon.jit
 def load_keys_role(schedule, descriptors, channels, C: gl.constexpr):
     k_desc, v_desc = descriptors
-    begin, end = my_range(schedule)
+    begin, end = my_range(schedule, C)
     walk = start_walk(schedule, begin, end)
     k_at, v_at = channels.k.start(), channels.v.start()
     for t in range(begin, end):
@@ -117,16 +132,53 @@ def load_keys_role(schedule, descriptors, channels, C: gl.constexpr):
 @gluon.jit
 def load_queries_role(schedule, descriptors, channels, C: gl.constexpr):
     q_desc, grad_desc = descriptors
-    begin, end = my_range(schedule)
+    begin, end = my_range(schedule, C)
     walk = start_walk(schedule, begin, end)
     at = channels.grad_out.start()
+    row = my_part(C) * (M // C.group)
     for t in range(begin, end):
         tile, span = walk.tile, walk.span
         if t == begin:
-            channels.q.slot(channels.q.start()).load(q_desc, ragged_place(0, span.q_count, 0, tile.head * C.group))
+            channels.q.slot(channels.q.start()).load(q_desc, ragged_place(0, span.q_count, row, tile.head * C.group))
         slot, at = channels.grad_out.acquire_empty(at)
-        slot.load(grad_desc, ragged_place(span.q_start, span.q_count, 0, tile.head * C.group))
+        slot.load(grad_desc, ragged_place(span.q_start, span.q_count, row, tile.head * C.group))
         walk = walk.next(t)
+
+
+@gluon.jit
+def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
+    """dV or dK of each tile, from where its maker staged it. A query of several parts is a chain of CTAs: the first
+    stores, each of the others adds to what the one before it has written. `progress`: tiles written, by CTA."""
+    begin, end = my_range(schedule, C)
+    walk = start_walk(schedule, begin, end)
+    at = out.start()
+    part = my_part(C)
+    mine = progress + gl.program_id(0)
+    turn = 0
+    before = 0  # tiles that the CTA before this one in the chain has written, as far as is known
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        for block in range(tile.kv_begin, tile.kv_end):
+            slot, at = out.acquire_full(at)
+            place = ragged_place(span.k_start, span.k_count, block * C.block_n, tile.head)
+            if C.parts == 1:
+                tma.async_store(out_desc, place, slot.buffer)
+            else:
+                if part == 0:
+                    tma.async_store(out_desc, place, slot.buffer)
+                else:
+                    while before <= turn:
+                        before = gl.atomic_add(mine - 1, 0, sem="acquire", scope="gpu")
+                    tma.async_atomic_add(out_desc, place, slot.buffer)
+                tma.store_wait(1, read_only=False)
+                gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
+                turn += 1
+            tma.store_wait(0)
+            slot.release()
+        walk = walk.next(t)
+    if C.parts > 1:
+        tma.store_wait(0, read_only=False)
+        gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
 
 
 @aggregate
@@ -136,7 +188,7 @@ class Maker:
     channels: Channels
     parts: Channel  # P or dS
     factor: Channel  # dO or Q
-    out: tma.tensor_descriptor  # of dV or dK
+    out: Channel  # dV or dK, staged where P or dS was
     out_scale: gl.tensor
     scale_log2: gl.tensor
     first: gl.constexpr  # row
@@ -165,13 +217,6 @@ class Maker:
         return product(slot.buffer.permute((1, 0)), self.factor.buffers.index(opaque))
 
     @gluon.jit
-    def make_room(self, turn):
-        """The stored dX of two tiles ago has left its buffer: let P (or dS) of this tile in."""
-        if turn > 1:
-            tma.store_wait(0)
-            self.parts.slot(by_turn(turn)).release()
-
-    @gluon.jit
     def put(self, channel, turn, x):
         """My rows of P or dS."""
         slot, _ = channel.acquire_empty(by_turn(turn))
@@ -196,14 +241,13 @@ class Maker:
         return ds
 
     @gluon.jit
-    def store(self, dx, turn, place):
-        """dX through the buffer of its P or dS."""
-        buffer = self.parts.slot(by_turn(turn)).buffer
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(dx.shape, buffer.dtype)
-        staging = reinterpret(buffer, buffer.dtype, dx.shape, layout)
-        staging.store((dx * self.out_scale).to(buffer.dtype))
+    def stage(self, dx, turn):
+        """dX for the role that stores it."""
+        slot = self.out.slot(by_turn(turn))
+        gl.barrier()  # all warps have read what was there
+        slot.buffer.store((dx * self.out_scale).to(slot.buffer.dtype))
         fence_async_shared()
-        tma.async_store(self.out, place, staging)
+        slot.publish()
 
 
 @gluon.jit
@@ -222,40 +266,38 @@ def as_operand(ds, acc):
 
 
 @gluon.jit
-def make_role(head, schedule, statistics, shares, channels, out_desc, scales, MAKES_DV: gl.constexpr, C: gl.constexpr):
+def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl.constexpr, C: gl.constexpr):
     N: gl.constexpr = C.block_n
     D: gl.constexpr = C.block_d
     FIRST: gl.constexpr = 0 if MAKES_DV else 64
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     if MAKES_DV:
-        me = Maker(channels, channels.p, channels.grad_out, out_desc, gl.to_tensor(1.0), scales[0], FIRST, C)
+        me = Maker(channels, channels.p, channels.grad_out, channels.dv, gl.to_tensor(1.0), scales[0], FIRST, C)
     else:
-        me = Maker(channels, channels.ds, channels.q, out_desc, scales[1], scales[0], FIRST, C)
-    row = FIRST + gl.arange(0, ROWS, ROW_LAYOUT)
+        me = Maker(channels, channels.ds, channels.q, channels.dk, scales[1], scales[0], FIRST, C)
+    row = my_part(C) * M + FIRST + gl.arange(0, ROWS, ROW_LAYOUT)
     acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
 
-    begin, end = my_range(schedule)
+    begin, end = my_range(schedule, C)
     ds = as_operand(gl.zeros([ROWS, N], channels.q.buffers.dtype, ROW_LAYOUT.parent), acc)
     keys, grad_at = channels.k.start(), channels.grad_out.start()
     turn = 0  # tiles so far
-    bound, last = 0, 0  # the ragged coordinates of the tile before
     if begin < end:
         channels.q.acquire_full(channels.q.start())
     for t in range(begin, end):
         opaque = turn >> 30  # 0, which the compiler cannot know: it would keep 24 matrix descriptors in registers
-        me.make_room(turn)
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
         lse, delta = statistics.load(tile.sequence, row, head, span.q_count, C.group)
         if turn > 0:
             issued = me.scores(keys, opaque)
             dx = me.late_product(turn - 1, opaque)
-            issued_acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
-            p = me.put_probabilities(warpgroup_mma_wait(2, deps=(issued,)), lse, turn)
-            dx = warpgroup_mma_wait(1, deps=(dx,))
+            p = me.put_probabilities(warpgroup_mma_wait(1, deps=(issued,)), lse, turn)
+            dx = warpgroup_mma_wait(0, deps=(dx,))
             channels.grad_out.slot(grad_at).release()
-            me.store(dx, turn - 1, [RAGGED, bound, last, head, 0])
+            issued_acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
+            me.stage(dx, turn - 1)
             acc = warpgroup_mma_wait(0, deps=(issued_acc,))
             mbarrier.arrive(channels.k.empty.index(before(keys)), count=1)
         else:
@@ -263,25 +305,25 @@ def make_role(head, schedule, statistics, shares, channels, out_desc, scales, MA
         _, grad_at = channels.grad_out.acquire_full(grad_at)
         dp = warpgroup_mma_wait(0, deps=(me.grad_scores(keys, opaque),))
         channels.v.slot(keys).release()
-        bound, last = span.k_start + span.k_count, RAGGED - span.k_count + tile.kv_begin * N
         ds = as_operand(me.put_grad_scores(p, dp, delta, turn), acc)
         keys = keys.next()
         turn += 1
 
         for _ in range(tile.kv_begin + 1, tile.kv_end):
             opaque = turn >> 30
-            me.make_room(turn)
+            if opaque != 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
+                gl.barrier()
             s = me.scores(keys, opaque)
             dx = me.late_product(turn - 1, opaque)
             dp = me.grad_scores(keys, opaque)
-            acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
-            s = warpgroup_mma_wait(3, deps=(s,))
+            s = warpgroup_mma_wait(2, deps=(s,))
             p = me.put_probabilities(s, lse, turn)
-            dx = warpgroup_mma_wait(2, deps=(dx,))
-            me.store(dx, turn - 1, [RAGGED, bound, last, head, 0])
+            dx = warpgroup_mma_wait(1, deps=(dx,))
+            me.stage(dx, turn - 1)
+            # Issued here, as a product with a left operand in registers holds its warps up until its turn comes.
+            acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             channels.v.slot(keys).release()
-            last += N
             grad_s = me.put_grad_scores(p, dp, delta, turn)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(channels.k.empty.index(before(keys)), count=1)
@@ -292,13 +334,23 @@ def make_role(head, schedule, statistics, shares, channels, out_desc, scales, MA
     if begin < end:
         dx = me.late_product(turn - 1, turn >> 30)
         issued = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
-        me.store(warpgroup_mma_wait(1, deps=(dx,)), turn - 1, [RAGGED, bound, last, head, 0])
+        me.stage(warpgroup_mma_wait(1, deps=(dx,)), turn - 1)
         acc = warpgroup_mma_wait(0, deps=(issued,))
-        tma.store_wait(0)
 
     column = gl.arange(0, D, gl.SliceLayout(0, ACC_LAYOUT))
     place = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT)) + gl.program_id(0) * M
     gl.store(shares + place.to(gl.int64)[:, None] * D + column[None, :], acc * scales[1])
+
+
+@gluon.jit
+def make_staging(parts, shape: gl.constexpr, layout: gl.constexpr):
+    """A channel in the memory of another, that is full when one writer has filled it, and empty when the other is."""
+    halves: gl.constexpr = parts.buffers.shape[1] * parts.buffers.shape[2] // (shape[0] * shape[1])
+    buffers = reinterpret(parts.buffers, parts.buffers.dtype, [2 * halves] + shape, layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+    return Channel(buffers, full, parts.empty, 2, halves)
 
 
 @gluon.jit(do_not_specialize=["q_len"])
@@ -311,7 +363,8 @@ def broadcast_kernel(
     dv,
     lse,  # fp32 [B, Hq, Lq]
     delta,
-    shares,  # fp32 [CTAs, 128, D]: a part of dQ from each
+    shares,  # fp32 [CTAs, 128, D]: a share of dQ from each
+    progress,  # int32 [2, CTAs], zeros; for a query of one part, anything
     tiles,  # of the schedule: equal ranges of the KV tiles of one head
     worker_offsets,
     k_offsets,  # [B + 1]
@@ -327,25 +380,30 @@ def broadcast_kernel(
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, C.block_d], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, C.block_dv], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)
+    p, ds = (make_channel(dtype, [M, N], p_layout, 2, 1, 2), make_channel(dtype, [M, N], p_layout, 2, 1, 2))
     channels = Channels(
         make_channel(dtype, [M, C.block_d], q_layout, 1),
         make_channel(dtype, [M, C.block_dv], grad_layout, 1, 2),
         make_channel(dtype, [N, C.block_d], k_layout, C.stages, 2),
         make_channel(dtype, [N, C.block_dv], v_layout, C.stages, 2),
-        make_channel(dtype, [M, N], p_layout, 2, 1, 2),
-        make_channel(dtype, [M, N], p_layout, 2, 1, 2),
+        p,
+        ds,
+        make_staging(p, [N, C.block_dv], v_layout),
+        make_staging(ds, [N, C.block_d], k_layout),
     )
     schedule = Schedule(tiles, worker_offsets, None, k_offsets, q_len)
     statistics = Statistics(lse, delta, C.q_heads)
     scales = (scale_log2, scale)
-    head = gl.program_id(0) // C.workers
+    head = gl.program_id(0) // (C.workers * C.parts)
     gl.warp_specialize(
         [
-            (make_role, (head, schedule, statistics, shares, channels, dv, scales, True, C)),
-            (make_role, (head, schedule, statistics, shares, channels, dk, scales, False, C)),
+            (make_role, (head, schedule, statistics, shares, channels, scales, True, C)),
+            (make_role, (head, schedule, statistics, shares, channels, scales, False, C)),
             (load_keys_role, (schedule, (k, v), channels, C)),
             (load_queries_role, (schedule, (q, grad_out), channels, C)),
+            (store_role, (schedule, dv, channels.dv, progress, C)),
+            (store_role, (schedule, dk, channels.dk, progress + gl.num_programs(0), C)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
     )

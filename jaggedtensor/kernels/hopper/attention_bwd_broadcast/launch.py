@@ -35,11 +35,13 @@ def backward(
         if not tiles.shape[0]:
             return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
         delta = delta_of(out, grad_out, grad_lse)
-        workers, rows, heads = worker_offsets.shape[0] - 1, ROWS // config.group, config.group
-        shares = k.new_empty(workers, ROWS, config.block_d, dtype=torch.float32)
+        programs = (worker_offsets.shape[0] - 1) * config.parts
+        rows, heads = ROWS // config.group, config.group
+        shares = k.new_empty(programs, ROWS, config.block_d, dtype=torch.float32)
+        progress = worker_offsets if config.parts == 1 else k.new_zeros(2 * programs, dtype=torch.int32)
         launch(
             broadcast_kernel,
-            workers,
+            programs,
             _key(args),
             (
                 ragged(q, rows, heads, config.block_d),
@@ -53,6 +55,7 @@ def backward(
                 lse.contiguous(),
                 delta,
                 shares,
+                progress,
                 tiles,
                 worker_offsets,
                 args.k_offsets,
@@ -89,9 +92,9 @@ def new_gradient(x: Tensor, slack: bool) -> Tensor:
 
 
 def sum_of_shares(shares: Tensor, q: Tensor, config: Config) -> Tensor:
-    """dQ `[Lq, Hq, D]`: over the CTAs of each head in their order, and rounded once."""
+    """dQ `[Lq, Hq, D]`: over the workers of each head in their order, and rounded once."""
     length, heads, dim = q.shape
-    total = shares.view(-1, config.workers, ROWS, config.block_d).sum(1)  # (Hkv, 128, D)
+    total = shares.view(-1, config.workers, config.parts * ROWS, config.block_d).sum(1)  # (Hkv, rows, D)
     packed = total[:, : length * config.group, :dim].unflatten(1, (length, config.group))  # (Hkv, Lq, group, D)
     dq = torch.empty(length, heads, dim, dtype=q.dtype, device=q.device)
     dq.view(length, -1, config.group, dim).copy_(packed.transpose(0, 1))
