@@ -8,16 +8,17 @@ clock says up to where each timeline's ordinary stores have been made visible to
 
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 from jaggedtensor.kernels.emulator.errors import Finding
-from jaggedtensor.kernels.emulator.memory import Allocation, Footprint, Memory, Record, View
+from jaggedtensor.kernels.emulator.memory import GRANULE, Allocation, Footprint, Memory, Record, View
 
 _HERE = str(Path(__file__).parent)
 
 
 def call_chain() -> tuple:
     """(code, line) of the kernel's frames, innermost first, without the emulator's own."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     chain = []
     while frame is not None:
         code = frame.f_code
@@ -72,6 +73,14 @@ class Machine:
     """What checks need of the machine (roles.Cluster): where findings go."""
 
     def find(self, kind: str, message: str, actor=None, chain=None, advice: str = "") -> Finding:
+        """Notes it and goes on."""
+        raise NotImplementedError
+
+    def fatal(self, kind: str, message: str, actor=None, advice: str = "") -> NoReturn:
+        """Notes it and ends the run."""
+        raise NotImplementedError
+
+    def writer_under_way(self, allocation: Allocation, footprint: Footprint) -> "Actor | None":
         raise NotImplementedError
 
 
@@ -94,8 +103,25 @@ def _unfenced(actor: Actor, allocation: Allocation, record: Record) -> None:
         f"{actor.label} reads {allocation.name} through the asynchronous proxy, but the ordinary stores of "
         f"{record.actor} were not fenced",
         actor,
-        advice=f"fence_async_shared() between the store at {other[0] if other else '?'} and the arrival that publishes it",
+        advice=f"fence_async_shared() between the store at {other[0] if other else '?'} and what publishes it",
     )
+
+
+def _unwritten(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
+    """Bytes that nobody has written, or that an engine has been told to write and has not."""
+    writer = actor.machine.writer_under_way(allocation, footprint)
+    if writer is not None:
+        record = Record(0, 0, 0, writer.timeline, writer.time(), writer.label, writer.chain(), False)
+        _conflict(actor, allocation, record, "reads", "writes")
+    else:
+        missing = (footprint.mask & ~allocation.valid).bit_count() * GRANULE
+        actor.machine.find(
+            "uninitialised",
+            f"{actor.label} reads {allocation.name}, of which nobody has written {missing} bytes",
+            actor,
+            advice=f"who should fill {allocation.name}, and the slot or slice that is read",
+        )
+    allocation.valid |= footprint.mask  # once is enough
 
 
 def _overlapping(records: list, footprint: Footprint):
@@ -121,14 +147,7 @@ def on_read(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
         elif fenced and record.generic and not seen(actor.fenced, record.timeline, record.time):
             _unfenced(actor, allocation, record)
     if not allocation.covers(footprint):
-        missing = (footprint.mask & ~allocation.valid).bit_count() * 2
-        actor.machine.find(
-            "uninitialised",
-            f"{actor.label} reads {allocation.name}, of which nobody has written {missing} bytes",
-            actor,
-            advice=f"who should fill {allocation.name}, and the slot or slice that is read",
-        )
-        allocation.valid |= footprint.mask  # once is enough
+        _unwritten(actor, allocation, footprint)
     reads = allocation.reads
     timeline = actor.timeline
     for record in reads:

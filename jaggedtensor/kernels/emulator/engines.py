@@ -11,7 +11,7 @@ from jaggedtensor.kernels.emulator.roles import Operation, Role
 class TmaLoad(Operation):
     """cp.async.bulk.tensor, global to shared: bytes land late, then the barrier's tx-count falls by all of the box.
 
-    What lies outside the tensor is filled, and counts as bytes (PTX ISA, "cp.async.bulk.tensor", "Tensor out-of-boundary
+    What lies outside the tensor is filled, and counts as bytes (PTX ISA, "cp.async.bulk.tensor", "out-of-boundary
     access"). `targets` are (CTA, view, barrier): several with multicast. A barrier is (CTA, address, name).
     """
 
@@ -30,7 +30,7 @@ class TmaLoad(Operation):
             if checks.twin(target, cta.shared).valid & target.footprint().mask:
                 target.poison(cta.shared)
         self.steps = len(targets)
-        self.event.name = view.allocation.name
+        self.targets_of = [(cta.shared, target) for cta, target, _ in targets]
 
     def effect(self, step: int) -> None:
         cta, view, (owner, address, name) = self.targets[step]
@@ -206,6 +206,7 @@ class RemoteStore(Operation):
         self.pieces = pieces
         self.asynchronous = False  # its stores need a fence before tensor cores read them
         self.steps = len(pieces)
+        self.targets_of = [(cta.shared, view) for cta, view, _, _ in pieces]
 
     def effect(self, step: int) -> None:
         cta, view, data, (owner, address, name) = self.pieces[step]

@@ -297,7 +297,7 @@ class GlobalBuffer:
 
 @dataclass
 class GlobalDescriptor:
-    """What a TMA descriptor says of a global tensor: Gluon's host-side `TensorDescriptor`, or one made on the device."""
+    """What a TMA descriptor says of a global tensor: Gluon's `TensorDescriptor`, or one made on the device."""
 
     buffer: GlobalBuffer
     sizes: list[int]

@@ -7,13 +7,13 @@ their own. An order picks among roles that can run and operations that can land;
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import greenlet
 
 from jaggedtensor.kernels.emulator.barriers import Mbarrier
 from jaggedtensor.kernels.emulator.checks import Actor, Machine, call_chain, join, lines_of, seen
-from jaggedtensor.kernels.emulator.errors import KINDS, EmulationError, Finding
+from jaggedtensor.kernels.emulator.errors import KINDS, Finding
 from jaggedtensor.kernels.emulator.memory import Memory
 from jaggedtensor.kernels.emulator.report import Event, Report, RoleStats
 
@@ -37,7 +37,7 @@ class Cta:
 
 
 class Lane:
-    """A timeline of operations that come one after the other; `queue` holds those not done, where the engine has one."""
+    """A timeline of operations, one after the other; `queue` holds those not done, where the engine keeps order."""
 
     __slots__ = ("last", "queue", "time", "timeline")
 
@@ -152,6 +152,7 @@ class Operation(Actor):
 
     asynchronous = True
     steps = 1
+    event: Event
 
     def __init__(self, role: Role, kind: str, queue: str | None = None, nbytes: int = 0, shape: tuple = ()):
         self.machine = self.cluster = role.cluster
@@ -163,6 +164,7 @@ class Operation(Actor):
         self.clock = list(role.clock)
         self.fenced = list(role.fenced)
         self.done = 0
+        self.targets_of: list = []  # (memory, view) that it will write
         lane = role.queue(queue) if queue else role.lane()
         self.lane = lane
         self.timeline = lane.timeline
@@ -368,13 +370,22 @@ class Cluster(Machine):
             raise Stop
         return finding
 
-    def fatal(self, kind: str, message: str, actor=None, advice: str = "") -> EmulationError:
+    def fatal(self, kind: str, message: str, actor=None, advice: str = "") -> NoReturn:
         """Notes it and unwinds: there is no sensible way on."""
         finding = self.find(kind, message, actor, advice=advice)
         error = KINDS[kind](finding)
         self.failure = Stop()
         self.failure.__cause__ = error
         raise Stop
+
+    def writer_under_way(self, allocation, footprint) -> Operation | None:
+        """An operation that is issued, has not landed, and will write these bytes."""
+        for operation in self.pending:
+            for memory, view in operation.targets_of:
+                here = memory is allocation.memory and view.allocation.start == allocation.start
+                if here and view.footprint().meets(footprint):
+                    return operation
+        return None
 
     def synchronise(self, role: Role, buffer, offset: int, sem: str | None) -> None:
         """An atomic on a global word: it orders the roles that use it, unless relaxed."""

@@ -172,8 +172,8 @@ def _run_program(launch: Launch, program: tuple, report: Report, memories) -> No
 
 
 def _check_end(cluster: Cluster) -> None:
-    """When a CTA ends, no engine may still be at its memory. CTAs of a cluster end together: the compiler puts a cluster
-    barrier before the end."""
+    """When a CTA ends, no engine may still be at its memory. CTAs of a cluster end together: the compiler puts a
+    cluster barrier before the end."""
     end: list = []
     for role in cluster.roles:
         join(end, role.clock)

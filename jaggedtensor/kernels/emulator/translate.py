@@ -1,7 +1,7 @@
 """Unmodified device functions as Python: each is rebuilt over globals in which Triton's names mean emulated ones.
 
-Jit functions become functions, aggregates become classes that lock after `__init__`, modules become proxies, compile-time
-values become plain Python values. Functions marked `constexpr_function` run as they are, on the host's own names.
+Jit functions become functions, aggregates become classes that lock after `__init__`, modules become proxies,
+compile-time values become plain ones. Functions marked `constexpr_function` run as they are, on the host's own names.
 """
 
 import types
@@ -19,6 +19,8 @@ from jaggedtensor.kernels.emulator.language.values import Pointer, Scalar, Tenso
 
 class _Kind(type):
     """A class of Triton's in isinstance: what of ours is one of it."""
+
+    test: Callable[[Any], bool]
 
     def __instancecheck__(cls, value):
         return cls.test(value)
@@ -219,22 +221,18 @@ class Translator:
                     raise AttributeError(f"constructor for {cls.__name__} did not initialize attribute {name!r}")
             instance.__dict__["_done"] = True
 
-        new.__init__ = __init__
+        type.__setattr__(new, "__init__", __init__)
         for name in dir(cls):
             member = getattr(cls, name, None)
-            if isinstance(member, ConstexprFunction | JITCallable):
-                setattr(new, name, self(member))
-            elif isinstance(member, types.FunctionType) and not hasattr(object, name) and not _base_member(name):
+            jitted = isinstance(member, ConstexprFunction | JITCallable)
+            if jitted or (isinstance(member, types.FunctionType) and not _inherited(name)):
                 setattr(new, name, self(member))
         return new
 
 
-def _base_member(name: str) -> bool:
-    return (
-        name.startswith("_")
-        and hasattr(tl.core.base_value, name)
-        or name in ("_flatten_ir", "_set_name", "_get_instance")
-    )
+def _inherited(name: str) -> bool:
+    """Members that every aggregate has from Python or Triton."""
+    return hasattr(object, name) or hasattr(tl.core.base_value, name) or name == "_get_instance"
 
 
 def _by_user(init) -> bool:

@@ -11,6 +11,7 @@ from jaggedtensor.kernels.emulator.language.registry import emulates
 from jaggedtensor.kernels.emulator.language.values import (
     OPAQUE,
     STORAGE,
+    InFlight,
     Pointer,
     PointerType,
     Scalar,
@@ -275,6 +276,11 @@ def _part(x, change):
     return None if x.part is None else tuple(tuple(change(list(basis))) for basis in x.part)
 
 
+def _sizes(given) -> list:
+    """f(2, 3) and f([2, 3]) alike."""
+    return list(given[0]) if len(given) == 1 and not isinstance(given[0], int) else list(given)
+
+
 @emulates("both.expand_dims", methods="expand_dims")
 def expand_dims(x, axis):
     if isinstance(x, Pointer):
@@ -296,8 +302,8 @@ def getitem(x, index):
 
 
 @emulates("both.broadcast_to", methods="broadcast_to")
-def broadcast_to(x, *shape):
-    shape = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+def broadcast_to(x, *sizes):
+    shape = _sizes(sizes)
     if isinstance(x, Scalar):
         return full(shape, x, x.dtype)
     return Tensor(x.data.expand(shape), x.dtype, x.layout, x.part)
@@ -312,14 +318,13 @@ def broadcast(x, y):
 
 @emulates("both.permute", "tl.trans", methods="permute trans")
 def permute(x, *dims):
-    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    dims = list(dims) or list(range(x.data.dim()))[::-1]
-    return Tensor(x.data.permute(dims), x.dtype, OPAQUE, _part(x, lambda b: [b[d] for d in dims]))
+    order = _sizes(dims) or list(range(x.data.dim()))[::-1]
+    return Tensor(x.data.permute(order), x.dtype, OPAQUE, _part(x, lambda b: [b[d] for d in order]))
 
 
 @emulates("both.reshape", "tl.view", methods="reshape view")
-def reshape(x, *shape, can_reorder=False):
-    shape = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+def reshape(x, *sizes, can_reorder=False):
+    shape = _sizes(sizes)
     part = x.part
     if part is not None:
         if shape[0] != x.shape[0] or any(any(basis[1:]) for basis in part):
@@ -351,6 +356,8 @@ def split(x):
 
 @emulates("gl.convert_layout", "gl.set_auto_layout")
 def convert_layout(x, layout, assert_trivial=False):
+    if isinstance(x, InFlight):
+        x.used()
     if not isinstance(x, Tensor):
         raise TypeError(f"convert_layout needs a block, got {type(x).__name__}")
     return Tensor(x.data, x.dtype, layout, x.part)
@@ -415,7 +422,7 @@ def _reducer(largest):
     ):
         x, axis, part = _axis(input, axis)
         if return_indices:
-            values, indices = x.data.max(axis) if largest else x.data.min(axis)
+            values = x.data.amax(axis) if largest else x.data.amin(axis)
             first = (x.data == values.unsqueeze(axis)).to(torch.int8).argmax(axis).to(torch.int32)
             return (
                 _reduced(values, x, axis, x.dtype, part, keep_dims),

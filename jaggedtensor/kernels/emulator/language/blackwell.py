@@ -180,7 +180,7 @@ class TensorMemoryDescriptor:
         return OPAQUE
 
     def load(self, layout=None):
-        """tcgen05.ld and tcgen05.wait::ld: warps see the quarter of the lanes that is theirs, so whole groups of four."""
+        """tcgen05.ld and tcgen05.wait::ld: a warp sees the quarter of the lanes that is its own."""
         role = current()
         role.pause()
         self._warps(role, "reads")
@@ -337,6 +337,7 @@ def tcgen05_mma(a, b, acc, *, use_acc=True, pred=True, multicast=False, mbarrier
     size = nbytes(a.view.shape, a.dtype) + nbytes(b.view.shape, b.dtype)
     operation = TensorCore(role, "mma", size, (a.shape[0], b.shape[1], a.shape[1]), work)
     operation.event.name = acc.label
+    operation.targets_of = [(cta.tensor, acc.view) for cta in ctas]
     preds = mbarrier_preds if mbarrier_preds is not None else [True] * len(mbarriers or ())
     operands = [d for d in (a, b) if isinstance(d, SharedDescriptor)] if multicast else ()
     for barrier, wanted in zip(mbarriers or (), preds, strict=True):
@@ -345,8 +346,8 @@ def tcgen05_mma(a, b, acc, *, use_acc=True, pred=True, multicast=False, mbarrier
 
 
 def _commit(role: Role, barrier: SharedDescriptor, operands) -> None:
-    """An arrival on the barriers of this CTA, of its partner where products are of pairs, and of all CTAs that were sent
-    one of `operands` together with them: those must not be overwritten either (Gluon tutorial 14)."""
+    """An arrival on the barriers of this CTA, of its partner where products are of pairs, and of all CTAs that were
+    sent one of `operands` together with them: theirs must not be overwritten either (Gluon tutorial 14)."""
     own, pairs = role.cta.rank, role.cluster.two_ctas
     ranks = {own}
     for cta in role.cluster.ctas:

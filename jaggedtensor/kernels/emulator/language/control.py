@@ -1,7 +1,9 @@
 """Programs, loops, assertions, global loads and stores, atomics, and warp_specialize."""
 
 import builtins
+import functools
 from functools import reduce as fold
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -196,7 +198,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     result = default(*default_args)
     role.label = outer
     for worker in started:
-        role.wait_until(lambda worker=worker: worker.done, f"the end of {worker.name}")
+        role.wait_until(functools.partial(getattr, worker, "done"), f"the end of {worker.name}")
         join(role.clock, worker.clock)
         join(role.fenced, worker.fenced)
     return result
@@ -205,25 +207,24 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 # Global memory ------------------------------------------------------------------------------------------------------
 
 
-def _selected(pointer: Pointer, mask, doing: str):
+def _selected(pointer: Pointer, mask, doing: str) -> tuple[Any, Any]:
     """(offsets, mask) as blocks of one shape or scalars, with every selected offset inside of its tensor."""
-    buffer = pointer.buffer
+    buffer, offsets = pointer.buffer, pointer.offset
     if not pointer.is_block:
-        selected = mask is None or bool(number(mask))
-        if selected and not buffer.inside(pointer.offset, pointer.offset):
-            _outside(pointer, pointer.offset, pointer.offset, doing)
-        return pointer.offset, selected
-    offsets = pointer.offset
-    if mask is None:
-        chosen, selected = offsets, None
-    else:
+        chosen = mask is None or bool(number(mask))
+        if chosen and not buffer.inside(offsets, offsets):
+            _outside(pointer, offsets, offsets, doing)
+        return offsets, chosen
+    selected = None
+    picked = offsets
+    if mask is not None:
         selected = mask.data if isinstance(mask, Tensor) else torch.tensor(bool(number(mask)))
         if selected.dim() and selected.dim() != offsets.dim():
             raise ValueError(f"cannot broadcast, rank mismatch: {list(selected.shape)}, {list(offsets.shape)}")
         offsets, selected = torch.broadcast_tensors(offsets, selected)
-        chosen = offsets[selected]
-    if chosen.numel():
-        low, high = int(chosen.min()), int(chosen.max())
+        picked = offsets[selected]
+    if picked.numel():
+        low, high = int(picked.min()), int(picked.max())
         if not buffer.inside(low, high):
             _outside(pointer, low, high, doing)
     return offsets, selected
@@ -262,7 +263,6 @@ def _flat(pointer: Pointer) -> torch.Tensor:
 @emulates("both.load")
 def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", **policies):
     """Masked lanes without `other` hold anything: they are poisoned."""
-    role = current()
     dtype = pointer.element
     offsets, selected = _selected(pointer, mask, "reads")
     flat = _flat(pointer)
@@ -285,7 +285,6 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", *
 
 @emulates("both.store")
 def store(pointer, value, mask=None, boundary_check=(), **policies):
-    role = current()
     dtype = pointer.element
     offsets, selected = _selected(pointer, mask, "writes")
     flat = _flat(pointer)
@@ -301,15 +300,15 @@ def store(pointer, value, mask=None, boundary_check=(), **policies):
         raise ValueError(f"cannot broadcast, rank mismatch: {list(data.shape)}, {list(offsets.shape)}")
     offsets, data = torch.broadcast_tensors(offsets, to_storage(data, dtype))
     if isinstance(value, Tensor) and value.part is not None:
-        selected = owned(role, value, selected)
+        selected = owned(current(), value, selected)
     if selected is not None:
         selected = selected.expand(offsets.shape)
         offsets, data = offsets[selected], data[selected]
     flat[offsets] = data.to(flat.dtype)
 
 
-_ATOMICS = {
-    "add": lambda old, new: old + new,
+_ATOMICS: dict[str, Any] = {
+    "add": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
     "and": torch.bitwise_and,
@@ -381,7 +380,7 @@ def atomic_cas(pointer, cmp, val, sem=None, scope=None):
 
 # Inline assembly ----------------------------------------------------------------------------------------------------
 
-ASSEMBLY: dict[str, object] = {}  # text of the assembly without white space: function of its arguments
+ASSEMBLY: dict[str, Any] = {}  # text of the assembly without white space: function of its arguments
 
 
 def teach_assembly(asm: str, function) -> None:

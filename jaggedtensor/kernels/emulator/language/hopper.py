@@ -15,7 +15,7 @@ from jaggedtensor.kernels.emulator.language.shared import (
     home,
 )
 from jaggedtensor.kernels.emulator.language.splits import split_bases, split_place, split_shape, split_slices
-from jaggedtensor.kernels.emulator.language.values import Tensor, as_scalar, number
+from jaggedtensor.kernels.emulator.language.values import InFlight, Tensor, as_scalar, number
 from jaggedtensor.kernels.emulator.memory import GlobalDescriptor, View, nbytes
 from jaggedtensor.kernels.emulator.roles import Role, current, settle_inits
 
@@ -227,13 +227,13 @@ def async_store(dst, value, mbarrier):
 # wgmma --------------------------------------------------------------------------------------------------------------
 
 
-class Accumulator:
+class Accumulator(InFlight):
     """The result of a product that is not waited for: only another product, or a wait, may take it."""
 
     def __init__(self, operation: Product, shape, dtype, layout):
         self.operation, self.shape, self.dtype, self.layout = operation, Sizes(shape), dtype, layout
 
-    def _used(self, *args):
+    def used(self, *args):
         role = current()
         role.machine.fatal(
             "accumulator in flight",
@@ -245,14 +245,14 @@ class Accumulator:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._used
+        self.used()
 
     def __repr__(self):
         return "a warpgroup_mma accumulator in flight"
 
 
 for _name in "add radd sub rsub mul rmul truediv rtruediv lt le gt ge neg getitem".split():
-    setattr(Accumulator, f"__{_name}__", Accumulator._used)
+    setattr(Accumulator, f"__{_name}__", Accumulator.used)
 
 
 def _major(view: View) -> int:
@@ -261,8 +261,8 @@ def _major(view: View) -> int:
 
 
 def check_shared_operand(role: Role, operand: SharedDescriptor, k_dim: int, what: str) -> None:
-    """Operands other than 16-bit ones must be K-major, and in a layout that tensor cores read (PTX ISA, "wgmma", "Strides";
-    "tcgen05", "Canonical layouts")."""
+    """Operands other than 16-bit ones must be K-major, and in a layout that tensor cores read (PTX ISA, "wgmma",
+    "Strides"; "tcgen05", "Canonical layouts")."""
     if not isinstance(operand.layout, NVMMASharedLayout):
         role.machine.find(
             "bad operand",
@@ -293,7 +293,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     if not isinstance(b, SharedDescriptor):
         raise TypeError(f"operand B of warpgroup_mma must be in shared memory, got {b!r}")
     if isinstance(a, Accumulator):
-        a._used()
+        a.used()
     (m, k), n = a.shape, b.shape[1]
     if b.shape[0] != k or list(acc.shape) != [m, n]:
         raise ValueError(f"product of {list(a.shape)} and {list(b.shape)} into {list(acc.shape)}")
@@ -342,9 +342,10 @@ def _check_layouts(role: Role, a, acc, n: int) -> None:
         columns = layout.instr_shape[1]
         if layout.version[0] != 3 or columns > 256 or columns % 8 or n % columns:
             role.machine.find("bad operand", f"an accumulator of warpgroup_mma with {n} columns in {layout}", role)
-    if isinstance(a, Tensor) and isinstance(a.layout, DotOperandLayout) and isinstance(layout, NVMMADistributedLayout):
-        if a.layout.operand_index != 0 or a.layout.parent != layout:
-            role.machine.find("bad operand", f"operand A in {a.layout} for an accumulator in {layout}", role)
+    in_registers = isinstance(a, Tensor) and isinstance(a.layout, DotOperandLayout)
+    known = in_registers and isinstance(layout, NVMMADistributedLayout)
+    if known and (a.layout.operand_index != 0 or a.layout.parent != layout):
+        role.machine.find("bad operand", f"operand A in {a.layout} for an accumulator in {layout}", role)
 
 
 @emulates("hopper.warpgroup_mma_init")

@@ -23,7 +23,7 @@ def find(path: str) -> list:
     prefix, *names = path.split(".")
     found = []
     for module_name in PREFIXES[prefix]:
-        here = importlib.import_module(module_name)
+        here: Any = importlib.import_module(module_name)
         for name in names:
             here = getattr(here, name, None)
             if here is None:

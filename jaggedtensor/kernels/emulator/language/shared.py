@@ -15,7 +15,15 @@ from jaggedtensor.kernels.emulator.checks import call_chain
 from jaggedtensor.kernels.emulator.errors import UnknownBuiltin
 from jaggedtensor.kernels.emulator.language.registry import emulates
 from jaggedtensor.kernels.emulator.language.splits import split_bases, split_shape, split_slices
-from jaggedtensor.kernels.emulator.language.values import STORAGE, Tensor, as_torch, from_storage, number, to_storage
+from jaggedtensor.kernels.emulator.language.values import (
+    STORAGE,
+    InFlight,
+    Tensor,
+    as_torch,
+    from_storage,
+    number,
+    to_storage,
+)
 from jaggedtensor.kernels.emulator.memory import Holder, IndexedView, View, row_major
 from jaggedtensor.kernels.emulator.roles import Cta, Role, current, settle_inits
 
@@ -227,6 +235,8 @@ class SharedDescriptor:
 
 def check_value(role: Role, value, target) -> None:
     """What is stored has the shape and type of where it goes."""
+    if isinstance(value, InFlight):
+        value.used()
     if not isinstance(value, Tensor):
         raise TypeError(f"a block is needed, got {type(value).__name__}")
     if list(value.shape) != list(target.shape):
@@ -418,7 +428,7 @@ def mbarrier_wait(mbarrier, phase, pred=True, deps=()):
     if not bool(number(pred)) or not is_lead(mbarrier, role.cta.rank):
         role.pause()
         return
-    cta, _, barrier = barrier_at(mbarrier)
+    _, _, barrier = barrier_at(mbarrier)
     parity = int(number(phase))
     if barrier is None:
         role.machine.fatal(

@@ -130,6 +130,13 @@ class Value:
     __hash__ = None  # type: ignore[assignment]
 
 
+class InFlight:
+    """What stands for a block that an engine has not made yet: any use of it is a finding."""
+
+    def used(self, *args):
+        raise NotImplementedError
+
+
 class Scalar(Value):
     """A run-time scalar: a Python number and its type."""
 
@@ -139,7 +146,7 @@ class Scalar(Value):
         self.value = value
         self.dtype = dtype
 
-    shape: list = []
+    shape: tuple = ()
     numel = 1
 
     @property
@@ -261,11 +268,15 @@ class Pointer(Value):
 
 def number(x):
     """The Python number of a literal or a scalar."""
+    if isinstance(x, InFlight):
+        x.used()
     return x.value if isinstance(x, Scalar) else x
 
 
 def literal_type(x):
     """The type that Triton gives a Python number."""
+    if isinstance(x, InFlight):
+        x.used()
     if isinstance(x, bool):
         return tl.int1
     if isinstance(x, int):
@@ -437,6 +448,14 @@ def binary(name, a, b):
     return Tensor(trim(data, result), result, first.layout, joint_part(a, b))
 
 
+def _negative(x):
+    return binary("sub", 0, x) if x.dtype.is_int() else binary("mul", x, -1.0)
+
+
+def _inverse(x):
+    return binary("xor", x, True if x.dtype.name == "int1" else -1)
+
+
 def _install():
     """Python's operators on values."""
 
@@ -451,12 +470,8 @@ def _install():
             setattr(kind, f"__{name}__", forward(name))
             if OPERATORS[name].kind != "compare":
                 setattr(kind, f"__r{name}__", backward(name))
-        kind.__neg__ = lambda self: binary("sub", 0, self) if self.dtype.is_int() else binary("mul", self, -1.0)
-        kind.__pos__ = lambda self: self
-        kind.__invert__ = lambda self: (
-            binary("xor", self, True) if self.dtype.name == "int1" else binary("xor", self, -1)
-        )
-        kind.__hash__ = None
+        for name, method in {"neg": _negative, "pos": lambda x: x, "invert": _inverse}.items():
+            setattr(kind, f"__{name}__", method)
 
 
 _install()
