@@ -193,7 +193,7 @@ class Translator:
         """An aggregate as a plain class: same fields, same methods, immutable after `__init__`."""
         fields = tuple(cls.__annotations__)
         init = cls.hash_attrs[0]
-        defaults = dict(getattr(cls, "__aggregate_defaults__", {}))
+        defaults = {k: self(v) for k, v in getattr(cls, "__aggregate_defaults__", {}).items()}
         members = {"__fields__": fields, "__setattr__": _lock, "__slots__": ("__dict__",), "__doc__": cls.__doc__}
         new = type(cls.__name__, (), members)
         self.memo[id(cls)] = new
@@ -215,7 +215,7 @@ class Translator:
                 for name in fields:
                     if name not in values:
                         raise TypeError(f"{cls.__name__}: {name} is missing")
-                    setattr(instance, name, self(values[name]))
+                    setattr(instance, name, values[name])
             for name in fields:
                 if name not in instance.__dict__:
                     raise AttributeError(f"constructor for {cls.__name__} did not initialize attribute {name!r}")

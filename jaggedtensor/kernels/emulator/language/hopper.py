@@ -1,5 +1,7 @@
 """TMA, wgmma, cp.async and fences, as a kernel sees them."""
 
+import math
+
 from triton.experimental.gluon.language._layouts import DotOperandLayout, NVMMADistributedLayout, NVMMASharedLayout
 
 from jaggedtensor.kernels.emulator.checks import join
@@ -84,7 +86,7 @@ def _check_box(role: Role, descriptor: TensorMap, buffer: SharedDescriptor, coor
     place = f"{buffer!r} and a descriptor of {list(descriptor.block_shape)} of {descriptor.dtype}"
     if len(coordinates) != len(descriptor.block_shape):
         raise ValueError(f"{len(coordinates)} coordinates for a block of {list(descriptor.block_shape)}")
-    if [n for n in buffer.shape if n > 1] != [n for n in descriptor.block_shape if n > 1]:
+    if buffer.numel != math.prod(descriptor.block_shape) or buffer.shape[-1] != descriptor.block_shape[-1]:
         role.machine.fatal("bad operand", f"TMA between {place}: the shapes differ", role)
     if buffer.dtype.primitive_bitwidth != descriptor.dtype.primitive_bitwidth:
         role.machine.fatal("bad operand", f"TMA between {place}: the types differ in size", role)
@@ -102,10 +104,9 @@ def _check_box(role: Role, descriptor: TensorMap, buffer: SharedDescriptor, coor
         role.machine.find("bad operand", f"TMA between {place}: the buffer's layout is {ours}", role)
 
 
-def _own_coordinates(descriptor: TensorMap, buffer: SharedDescriptor, coordinates, rank: int):
+def _own_coordinates(descriptor: TensorMap, coordinates, rank: int):
     """(coordinates, block shape) of one CTA's share of a block."""
-    shape = descriptor.block_shape
-    bases = tuple((0,) * (len(shape) - len(b)) + tuple(b)[-len(shape) :] for b in buffer.bases)
+    shape, bases = descriptor.block_shape, descriptor.bases
     place = split_place(shape, bases, rank)
     return [int(number(c)) + p for c, p in zip(coordinates, place, strict=True)], split_shape(shape, bases)
 
@@ -127,7 +128,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, ca
         receivers = [c.rank for c in role.cluster.ctas if home(result, c.rank) == home(result, rank)]
         if rank != receivers[0]:
             return
-    coordinates, block = _own_coordinates(tensor_desc, result, coord, rank)
+    coordinates, block = _own_coordinates(tensor_desc, coord, rank)
     targets = []
     for receiver in receivers:
         cta, address, _ = barrier_at(barrier, receiver)
@@ -150,7 +151,7 @@ def _store(descriptor, coord, src, combine):
     _check_box(role, descriptor, src, coord)
     if home(src, role.cta.rank) != role.cta.rank:
         return  # another CTA holds the same share, and stores it
-    coordinates, block = _own_coordinates(descriptor, src, coord, role.cta.rank)
+    coordinates, block = _own_coordinates(descriptor, coord, role.cta.rank)
     operation = TmaStore(role, descriptor.target, coordinates, src.view, block, combine)
     operation.event.name = src.label
     role.stores.append(operation)
