@@ -10,6 +10,7 @@ ROWS = 128  # packed query rows of a CTA, of which each of the two consumers has
 MOST_PARTS = 4  # CTAs that share the rows of a query
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 _TURNS = 2  # buffers of P, and of dS
+_ARGUMENTS = 512  # bytes, at most, through which roles are given their arguments
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Config:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: Q and dO, the rings of K and V, P and dS, and mbarriers (each padded to 16 bytes)."""
+        """Bytes: Q and dO, the rings of K and V, P and dS, mbarriers (each padded to 16 bytes), arguments of roles."""
         columns = self.block_d + self.block_dv
         elements = ROWS * columns + self.stages * self.block_n * columns + 2 * _TURNS * ROWS * self.block_n
-        return 2 * elements + 16 * 2 * (2 + 2 * self.stages + 3 * _TURNS)
+        return 2 * elements + 16 * 2 * (2 + 2 * self.stages + 3 * _TURNS) + _ARGUMENTS
 
 
 def lacks(problem: AttentionProblem) -> list[str]:

@@ -1,0 +1,110 @@
+"""The Hopper backward kernels compile without a GPU: no spills, no serialised products, budgets kept."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+if sys.platform != "linux":
+    pytest.skip("Triton compiles on Linux", allow_module_level=True)
+
+import triton
+
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
+from jaggedtensor.kernels.hopper.operands import ragged
+from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+from jaggedtensor.testing.launches import GPUS, Launch, compile_launch
+
+
+def problem_of(
+    q_len=128, heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=GPUS[9, 0], **more
+):
+    value_dim = dim if value_dim is None else value_dim
+    return AttentionProblem(QueryKind.BROADCAST, q_len, heads, kv_heads, dim, value_dim, dtype, device, **more)
+
+
+def launch_of(problem):
+    """Of tensors that are on the CPU: nothing runs."""
+    config = broadcast.select(problem)
+    q = torch.zeros(problem.q_len, problem.q_heads, problem.head_dim, dtype=problem.dtype)
+    k = torch.zeros(64, problem.kv_heads, problem.head_dim, dtype=problem.dtype)
+    v = torch.zeros(64, problem.kv_heads, problem.value_dim, dtype=problem.dtype)
+    grad_out = torch.zeros(2 * problem.q_len, problem.q_heads, problem.value_dim, dtype=problem.dtype)
+    rows, n = broadcast.ROWS // config.group, config.block_n
+    blocks = (
+        (q, rows, config.group, config.block_d),
+        (k, n, 1, config.block_d),
+        (v, n, 1, config.block_dv),
+        (grad_out, rows, config.group, config.block_dv),
+        (k, n, 1, config.block_d),
+        (v, n, 1, config.block_dv),
+    )
+    numbers, whole = torch.zeros(64), torch.zeros(64, dtype=torch.int32)
+    args = (numbers, numbers, numbers, whole, whole, whole, whole.long(), problem.q_len, 0.1, 0.2, config)
+    return Launch(broadcast_kernel, (132,), (*(ragged(*block)[1]() for block in blocks), *args), config.options)
+
+
+def complaints(ptx):
+    """What the assembler says of products that it had to make wait for each other (C7510 to C7514)."""
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(assembler), "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "registers" in said
+    return re.findall(r".*C75\d\d.*", said)
+
+
+PROBLEMS = {
+    "128 rows": problem_of(),
+    "512 rows": problem_of(512),
+    "groups, fp16": problem_of(32, heads=8, kv_heads=2, dtype=torch.float16),
+    "D 64": problem_of(128, dim=64),
+    "D 72, Dv 40": problem_of(17, dim=72, value_dim=40),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_nothing_spills_and_no_product_is_serialised(problem):
+    made = compile_launch(launch_of(problem), (9, 0))
+    config = broadcast.select(problem)
+    assert made.shared <= config.shared_memory <= broadcast.SHARED_MEMORY
+    assert made.stack <= 8, str(made)  # what does not fit beside the seam of two sequences
+    assert complaints(made.assembly) == []
+    # An over-request of registers drops every one of these without a word.
+    asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.assembly)}
+    assert {240, 24} <= asked
+
+
+def test_a_problem_beyond_the_budgets_is_refused_by_name():
+    refused = {
+        "1 to 512 query rows": problem_of(129, heads=16, kv_heads=4),
+        "window": problem_of(left=3),
+        "float32": problem_of(dtype=torch.float32),
+        "groups": problem_of(8, heads=12, kv_heads=4),
+        "multiples of 8": problem_of(dim=68),
+        "up to 128": problem_of(dim=192),
+    }
+    for words, problem in refused.items():
+        (reason,) = set(broadcast.lacks(problem))
+        assert re.search(words, reason), reason
+
+
+def test_no_cta_is_left_over_for_a_second_round():
+    for heads in (1, 3, 4, 5, 8, 60, 131, 132):
+        for q_len in (1, 128, 129, 512):
+            config = broadcast.select(problem_of(q_len, heads=heads, kv_heads=heads))
+            assert config.parts == -(-q_len // 128)
+            programs = heads * config.workers * config.parts
+            assert programs <= max(132, heads * config.parts)
+
+
+def test_a_device_of_few_processors_has_a_worker_for_each_head():
+    assert broadcast.select(problem_of(device=Device("cuda", (9, 0), 2, 227 << 10))).workers == 1

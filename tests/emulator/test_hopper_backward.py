@@ -1,0 +1,159 @@
+"""The Hopper backward for a broadcast query on the emulator: values, races, fences and deadlocks, in many orders."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+pytest.importorskip("greenlet")
+
+from jaggedtensor import JaggedLayout
+from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as configuration
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
+from jaggedtensor.kernels.hopper.operands import ragged
+from jaggedtensor.kernels.hopper.plan import plan_backward
+from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+from jaggedtensor.testing.mutants import schedules
+
+SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    q_len: int = 128
+    kv_heads: int = 1
+    group: int = 1
+    dim: int = 64
+    value_dim: int = 64
+    processors: int = 2
+    dtype: torch.dtype = torch.float16
+    slack: int = 3
+
+    @property
+    def problem(self) -> AttentionProblem:
+        device = Device("cuda", (9, 0), self.processors, 227 << 10)
+        heads = self.kv_heads * self.group
+        return AttentionProblem(
+            QueryKind.BROADCAST, self.q_len, heads, self.kv_heads, self.dim, self.value_dim, self.dtype, device
+        )
+
+
+def reference(q, k, v, grad_out, delta_extra, offsets, scale):
+    """lse, delta, dq, dk and dv in float64; grad_out `[B, Lq, Hq, Dv]`."""
+    q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
+    group, batch = q.shape[1] // k.shape[1], grad_out.shape[0]
+    lse = torch.full((batch, q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
+    delta, dq, dk, dv = torch.zeros_like(lse), torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for b in range(batch):
+        rows = slice(offsets[b], offsets[b + 1])
+        if rows.start == rows.stop:
+            continue
+        for h in range(q.shape[1]):
+            key, value = k[rows, h // group], v[rows, h // group]
+            score = scale * q[:, h] @ key.T
+            lse[b, h] = score.logsumexp(1)
+            p = (score - lse[b, h, :, None]).exp()
+            delta[b, h] = (p @ value * grad_out[b, :, h]).sum(1) - delta_extra[b, h]
+            ds = p * (grad_out[b, :, h] @ value.T - delta[b, h, :, None])
+            dv[rows, h // group] += p.T @ grad_out[b, :, h]
+            dk[rows, h // group] += scale * ds.T @ q[:, h]
+            dq[:, h] += scale * ds @ key
+    return lse, delta, dq, dk, dv
+
+
+def run(case: Case, order: str, seed: int, **changes):
+    """The kernel's results against float64; NaN wherever nobody should look, and in all that is to be written."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    problem = case.problem
+    assert not configuration.lacks(problem)
+    config = replace(configuration.select(problem), **changes)
+    layout = JaggedLayout.from_lengths(torch.tensor(case.lengths))
+    batch, tokens, heads = len(case.lengths), sum(case.lengths), problem.q_heads
+    offsets, rows = layout.offsets(), tokens + case.slack
+    q = normal(case.q_len, heads, case.dim)
+    k, v = normal(rows, case.kv_heads, case.dim), normal(rows, case.kv_heads, case.value_dim)
+    grad_out = normal(batch, case.q_len, heads, case.value_dim)
+    scale = 1 / math.sqrt(case.dim)
+    lse, delta, dq, dk, dv = reference(
+        q, k, v, grad_out, torch.randn(batch, heads, case.q_len, generator=generator), offsets.tolist(), scale
+    )
+    k[tokens:], v[tokens:] = math.nan, math.nan
+    got_dk, got_dv = torch.full_like(k, math.nan), torch.full_like(v, math.nan)
+    tiles, worker_offsets = plan_backward(problem, layout, rows)
+    programs = (worker_offsets.shape[0] - 1) * config.parts
+    shares = torch.full((programs, configuration.ROWS, config.block_d), math.nan)
+    q_rows, n = configuration.ROWS // config.group, config.block_n
+    blocks = (
+        (q, q_rows, config.group, config.block_d),
+        (k, n, 1, config.block_d),
+        (v, n, 1, config.block_dv),
+        (grad_out.flatten(0, 1), q_rows, config.group, config.block_dv),
+        (got_dk, n, 1, config.block_d),
+        (got_dv, n, 1, config.block_dv),
+    )
+    report = emulate(
+        broadcast_kernel,
+        (programs,),
+        *(ragged(*block)[1]() for block in blocks),
+        lse.float(),
+        delta.float(),
+        shares,
+        torch.zeros(2 * programs, dtype=torch.int32),
+        tiles,
+        worker_offsets,
+        offsets,
+        case.q_len,
+        scale * math.log2(math.e),
+        scale,
+        config,
+        num_warps=4,
+        order=order,
+        seed=seed,
+    )
+    report.raise_if_bad()
+    assert report.shared_peak <= config.shared_memory <= configuration.SHARED_MEMORY
+    total = shares.view(case.kv_heads, config.workers, -1, config.block_d).sum(1)[:, : case.q_len * case.group]
+    got_dq = total[:, :, : case.dim].unflatten(1, (case.q_len, case.group)).transpose(0, 1).flatten(1, 2)
+    for name, got, wanted in (("dq", got_dq, dq), ("dk", got_dk[:tokens], dk), ("dv", got_dv[:tokens], dv)):
+        wanted = wanted[: len(got)]
+        error = (got.double() - wanted).norm() / wanted.norm()
+        assert error < 2e-2, f"{name}: {error}"
+    slack = torch.cat((got_dk[tokens:].flatten(), got_dv[tokens:].flatten()))
+    assert slack.isnan().all(), "rows past the last sequence were written"
+    return report
+
+
+CASES = {
+    "tiles cut between two CTAs": Case((150, 0, 64, 1, 300)),
+    "more CTAs than tiles": Case((70,), processors=4),
+    "two heads, groups of two": Case((129, 5), q_len=37, kv_heads=2, group=2),
+    "value dimension of its own": Case((65, 130), dim=72, value_dim=40, dtype=torch.bfloat16),
+    "one row": Case((200,), q_len=1, group=4),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_values_are_right_under_every_order(case):
+    for order, seed in schedules(SEEDS):
+        run(case, order, seed)
+
+
+def test_parts_of_a_long_query_add_up_in_their_order():
+    """CTAs run one after the other here: what is told is that each adds to what the ones before have written."""
+    run(Case((150, 0, 70), q_len=300, processors=6), "round_robin", 0)
+
+
+def test_rings_of_any_depth():
+    for stages in (2, 3, 5):
+        for order, seed in schedules(1):
+            run(Case((600, 3), dim=64), order, seed, stages=stages)

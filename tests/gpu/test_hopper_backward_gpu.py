@@ -1,0 +1,88 @@
+"""The Hopper backward on an SM90: values against float64 element by element, the same bits from run to run.
+
+The case list in other files of this folder runs with it too: JAGGEDTENSOR_TEST_BACKEND=hopper.
+"""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from jaggedtensor.kernels.dispatch import by_name
+from jaggedtensor.kernels.hopper.plan import backward_lacks
+from jaggedtensor.problem import AttentionProblem, QueryKind
+from jaggedtensor.testing.bounds import Call
+from jaggedtensor.testing.guards import guarded_allocations
+
+
+def lacks_here():
+    x = torch.empty(1, 1, 64, device="cuda", dtype=torch.bfloat16)
+    return by_name("hopper").lacks(AttentionProblem.of(x, x, x, None, -1, -1, False))
+
+
+if lacks_here():
+    pytest.skip(f"the Hopper kernels here: {', '.join(lacks_here())}", allow_module_level=True)
+
+LENGTHS = (330, 0, 1, 16, 150, 128, 64, 1000, 129, 65, 0, 63)
+
+
+def check(call):
+    """Results stand between guards, and what is not written is NaN."""
+    with guarded_allocations():
+        got = call.run("hopper")
+    call.check(got)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128), (72, 104), (8, 16)], ids=str)
+@pytest.mark.parametrize("rows", [1, 37, 64, 65, 128])
+def test_a_query_within_one_cta(rows, dims, dtype):
+    check(Call.random(LENGTHS, rows, heads=(2, 2), dims=dims, dtype=dtype, slack=5))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rows", [129, 256, 300, 512])
+def test_parts_of_a_long_query_add_up(rows, dim):
+    check(Call.random(LENGTHS, rows, heads=(2, 2), dims=(dim, dim), slack=5))
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (8, 1), (64, 1), (6, 3), (5, 5), (140, 140)], ids=str)
+def test_heads_in_groups_and_numbers_that_do_not_divide_processors(heads):
+    check(Call.random((70, 0, 300, 5), 2, heads=heads, dims=(64, 64)))
+
+
+@pytest.mark.parametrize(
+    "lengths", [(), (0, 0), (1,), (1,) * 900, (64,) * 700, (20000,), (20000, *range(100), 9000)], ids=lambda n: len(n)
+)
+def test_batches_of_all_shapes(lengths):
+    check(Call.random(lengths, 33, heads=(2, 2), dims=(128, 128)))
+
+
+@pytest.mark.parametrize("rows", [128, 512])
+def test_the_same_bits_from_run_to_run_beside_other_work(rows):
+    """EMP-07: a schedule of CTAs that wait for each other neither hangs nor changes a bit."""
+    call = Call.random(LENGTHS * 20, rows, heads=(4, 4), dims=(128, 128))
+    first, other, noise = call.run("hopper"), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for turn in range(100):
+        with torch.cuda.stream(other):
+            for _ in range(turn % 7):
+                noise @ noise
+        for name, a, b in zip(first._fields, first, call.run("hopper"), strict=True):
+            assert torch.equal(a, b), f"{name} in turn {turn}"
+
+
+def test_what_is_lacking_goes_to_the_portable_kernels():
+    x = torch.empty(1, 1, 64, device="cuda", dtype=torch.bfloat16)
+    windowed = AttentionProblem.of(x, x, x, None, 3, -1, False)
+    assert backward_lacks(windowed) == ["takes no window"]
+    assert by_name("hopper").backward_launcher(windowed) is by_name("portable").launcher()
+    assert windowed.query is QueryKind.BROADCAST
+    check(Call.random((70, 0, 300), 20, heads=(2, 2), dims=(64, 64), window=(30, 5)))
+
+
+def test_slack_of_nan_is_never_read_and_gets_no_gradient():
+    got = check(Call.random((70, 0, 300), 20, heads=(2, 2), dims=(64, 64), slack=64))
+    assert not got.dk[370:].any()
+    assert not got.dv[370:].any()
