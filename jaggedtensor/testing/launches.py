@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from jaggedtensor.kernels.portable.attention_bwd import launch as backward
 from jaggedtensor.kernels.portable.attention_fwd import launch as forward
 from jaggedtensor.kernels.portable.plan import plan
 from jaggedtensor.kernels.portable.tiling import Tiling
+from jaggedtensor.kernels.portable.variants import Place, itself
 from jaggedtensor.ops.attention import _window
 from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device
 from jaggedtensor.tensor import JaggedTensor
@@ -97,9 +98,9 @@ def recorded_launches(run: bool = True) -> Iterator[list[Launch]]:
             module.launch = launch  # type: ignore[attr-defined]
 
 
-def _launch(kernel: Any, programs: int, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _launch(kernel: Any, programs: int, key: Any, arguments: Callable[[Place], Any], options: dict[str, Any]) -> None:
     """As `portable.variants.launch`, which keeps what it compiled and would launch it past the recorder."""
-    kernel[(programs,)](*args, **options)
+    kernel[(programs,)](*arguments(itself), **options)
 
 
 def launches_of(
@@ -112,15 +113,17 @@ def launches_of(
     q_layout = query.layout if isinstance(query, JaggedTensor) else None
     q_offsets = None if q_layout is None else q_layout.offsets()
     left, right = _window(case.causal, case.window)
-    problem = replace(AttentionProblem.of(q, k, v, q_offsets, left, right, False), device=device)
-    schedules = plan(problem, keys.layout, q_layout, k.shape[0], q.shape[0], True)
+    mask = case.block_mask()
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, False, mask is not None)
+    problem = replace(problem, device=device)
+    schedules = plan(problem, keys.layout, q_layout, k.shape[0], q.shape[0], True, mask)
     scale = q.shape[-1] ** -0.5 if case.scale is None else case.scale
     slack = case.k_slack > 0 or case.q_slack > 0
     operands = (problem, q, k, v, q_offsets, keys.offsets(), scale, slack, keys.layout.is_complete)
     with recorded_launches(run=False) as launches:
-        out, lse = forward.forward(AttentionArgs(*operands, schedules[0]))
+        out, lse = forward.forward(AttentionArgs(*operands, schedules[0], mask))
         grads = (torch.zeros_like(out), torch.zeros_like(lse))
-        backward.backward(AttentionArgs(*operands, schedules[1]), *grads, out, lse, needs)
+        backward.backward(AttentionArgs(*operands, schedules[1], mask), *grads, out, lse, needs)
     return launches
 
 

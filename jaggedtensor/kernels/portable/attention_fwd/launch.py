@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,66 +20,89 @@ from jaggedtensor.kernels.portable.operands import (
     of_statistics,
 )
 from jaggedtensor.kernels.portable.tiling import Tiling
-from jaggedtensor.kernels.portable.variants import launch
-from jaggedtensor.problem import AttentionArgs, AttentionProblem
+from jaggedtensor.kernels.portable.variants import Place, launch
+from jaggedtensor.kernels.shared.rows import Operand
+from jaggedtensor.problem import AttentionArgs
 
 SMALL = 1 << 22  # elements that are filled in less time than a launch takes
+MANY = 512
 
 
-@functools.lru_cache(maxsize=512)
-def tiling_of(problem: AttentionProblem, flip: bool, aligned: bool) -> Tiling:
-    return replace(select(problem), flip=flip, aligned=aligned)
+class Call(NamedTuple):
+    """What calls of the same problem, with the same strides and scale, have in common."""
+
+    tiling: Tiling
+    scale_log2: float
+    steps: tuple[tuple[int, int, int], ...]  # of q, k, v, out and lse: batch, row, head
+    variant: tuple[Any, ...]  # what the compiled kernel depends on, as long as pointers are aligned
+
+
+_CALLS: dict[tuple[Any, ...], Call] = {}  # a model has a few
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out and lse; rows without a visible key are filled here (0 and -inf), the others by the kernel."""
-    problem, (tiles, *listed) = args.problem, args.schedule
+    problem, q_offsets, k_offsets = args.problem, args.q_offsets, args.k_offsets
+    tiles, listed = args.schedule if problem.masked else (args.schedule[0], None)
     q, k, v = columns_together(args.q), columns_together(args.k), columns_together(args.v)
-    tiling = tiling_of(problem, args.scale < 0, are_aligned(problem, q, k, v))
-    jagged = args.q_offsets is not None
-    # Without windows only empty sequences see nothing: then writing all rows twice is worth a launch to avoid.
-    few_blind = not jagged and not problem.windowed and not problem.masked
-    by_kernel = few_blind and not args.complete and math.prod(args.out_shape) > SMALL
-    if not by_kernel and not (few_blind and args.complete):
-        out = q.new_zeros(args.out_shape)
-        lse = q.new_full(args.lse_shape, -math.inf, dtype=torch.float32)
-    else:
-        out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
     with device_of(args):
-        if by_kernel:
-            sizes = (out[0].numel(), lse[0].numel())
-            fill_kernel[(args.batch_size,)](
-                out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4, enable_fp_fusion=True
-            )
-        if tiles.shape[0]:
-            arguments = (
-                of_queries(q),
-                of_keys(k),
-                of_keys(v),
-                of_queries(out),
-                of_statistics(lse, jagged),
-                (tiles, listed[0] if listed else None),
-                (args.q_offsets, args.k_offsets),
+        out, lse = _new_results(args)
+        if out.numel() == 0 or tiles.shape[0] == 0:
+            return out, lse
+        pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        q_type = None if q_offsets is None else q_offsets.dtype
+        key = (
+            problem, k.device, args.scale, q.stride(), k.stride(), v.stride(), k_offsets.dtype, q_type, pointers % 16,
+        )  # fmt: skip
+        call = _CALLS.get(key)
+        if call is None:
+            if len(_CALLS) > MANY:
+                _CALLS.clear()
+            call = _CALLS[key] = _prepare(args, q, k, v, out, lse, key)
+
+        def arguments(place: Place) -> tuple[Any, ...]:
+            of_q, of_k, of_v, of_out, of_lse = call.steps
+            return (
+                Operand(place(q), *of_q),
+                Operand(place(k), *of_k),
+                Operand(place(v), *of_v),
+                Operand(place(out), *of_out),
+                Operand(place(lse), *of_lse),
+                (place(tiles), None if listed is None else place(listed)),
+                (None if q_offsets is None else place(q_offsets), place(k_offsets)),
                 problem.q_len or 0,
-                abs(args.scale) * math.log2(math.e),
+                call.scale_log2,
                 (problem.left, problem.right),
-                tiling,
+                call.tiling,
             )
-            launch(forward_kernel, tiles.shape[0], _variant(args, q, k, v, *args.schedule), arguments, tiling.options)
+
+        for x in (tiles, k_offsets, q_offsets, listed):
+            pointers |= 0 if x is None else x.data_ptr()
+        variant = None if pointers % 16 else call.variant
+        launch(forward_kernel, tiles.shape[0], variant, arguments, call.tiling.options)
     return out, lse
 
 
-def _variant(args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, *schedule: Tensor) -> tuple[Any, ...] | None:
-    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    places = q.data_ptr() | k.data_ptr() | v.data_ptr() | args.k_offsets.data_ptr()
-    for x in schedule:
-        places |= x.data_ptr()
-    q_type = None
-    if args.q_offsets is not None:
-        places |= args.q_offsets.data_ptr()
-        q_type = args.q_offsets.dtype
-    if places % 16:
-        return None
-    return args.problem, args.scale < 0, q.stride(), k.stride(), v.stride(), args.k_offsets.dtype, q_type
+def _prepare(
+    args: AttentionArgs, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, key: tuple[Any, ...]
+) -> Call:
+    tiling = replace(select(args.problem), flip=args.scale < 0, aligned=are_aligned(args.problem, q, k, v))
+    operands = of_queries(q), of_keys(k), of_keys(v), of_queries(out), of_statistics(lse, args.q_offsets is not None)
+    return Call(tiling, abs(args.scale) * math.log2(math.e), tuple(x[1:] for x in operands), key)
+
+
+def _new_results(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Filled where some rows see nothing. Without windows only empty sequences do: these are filled by a kernel where
+    writing all rows twice would cost more than a launch."""
+    q, out_shape, lse_shape = args.q, args.out_shape, args.lse_shape
+    few_blind = args.q_offsets is None and not args.problem.windowed and not args.problem.masked
+    by_kernel = few_blind and not args.complete and math.prod(out_shape) > SMALL
+    if not by_kernel and not (few_blind and args.complete):
+        return q.new_zeros(out_shape), q.new_full(lse_shape, -math.inf, dtype=torch.float32)
+    out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+    if by_kernel:
+        sizes = (out[0].numel(), lse[0].numel())
+        fill_kernel[(args.batch_size,)](
+            out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4, enable_fp_fusion=True
+        )
+    return out, lse
