@@ -1,5 +1,6 @@
 """Tests that need a CUDA GPU run in child processes under a watchdog: a kernel that hangs or faults spoils its process,
-but not the tests that come after. One child for each file, several files at a time, so that they compile side by side.
+but not the tests that come after. A child takes a few tests of a file, and several children run at a time, so that they
+compile side by side.
 
     python -m pytest tests/gpu                              # all
     JAGGEDTENSOR_GPU_CHILD=0 python -m pytest tests/gpu -k stride    # in this process, for a debugger or a sanitizer
@@ -29,7 +30,8 @@ from jaggedtensor.testing.guards import poison_free_memory
 
 HERE = Path(__file__).parent
 CHILD = "JAGGEDTENSOR_GPU_CHILD"  # the number of the pipe that a child reports to
-AT_A_TIME = 8
+AT_A_TIME = 12
+FEW = 16  # tests of a child
 ALONE = ("test_schedules_gpu.py", "test_speed_gpu.py")  # which measure time
 LIMIT = 60.0  # seconds for a test, compilation included
 START = 120.0  # seconds until the first test
@@ -89,9 +91,12 @@ def _run_files(session: pytest.Session, files: list[list[pytest.Item]]) -> None:
     """Run files side by side, and hand on their reports as they come."""
     waiting: queue.Queue[list[pytest.Item]] = queue.Queue()
     for items in files:
-        waiting.put(items)
+        few = len(items) if items[0].path.name in ALONE else FEW
+        for i in range(0, len(items), few):
+            waiting.put(items[i : i + few])
     reports: queue.Queue[tuple[pytest.Item, Any]] = queue.Queue()
-    for _ in range(AT_A_TIME):
+    alone = any(items[0].path.name in ALONE for items in files)
+    for _ in range(1 if alone else AT_A_TIME):
         threading.Thread(target=_serve, args=(waiting, reports), daemon=True).start()
     hook, missing = session.config.hook, {item.nodeid for items in files for item in items}
     while missing:
