@@ -10,8 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from jaggedtensor.kernels.emulator.errors import Finding
-from jaggedtensor.kernels.emulator.memory import GRANULE, Allocation, Footprint, Memory, Record, View
+from jaggedtensor.kernels.emulator.memory import (
+    GRANULE,
+    Allocation,
+    Footprint,
+    GlobalBuffer,
+    GlobalLog,
+    Memory,
+    Record,
+    View,
+)
 
 _HERE = str(Path(__file__).parent)
 
@@ -70,7 +81,11 @@ class Actor:
 
 
 class Machine:
-    """What checks need of the machine (roles.Cluster): where findings go."""
+    """What checks need of the machine (roles.Cluster): where findings go, and whose is what."""
+
+    number: int  # of the program, from 1
+    owners: list[str]  # by timeline
+    synchronised: bool  # whether programs order each other through global words
 
     def find(self, kind: str, message: str, actor=None, chain=None, advice: str = "") -> Finding:
         """Notes it and goes on."""
@@ -210,3 +225,82 @@ def store(actor: Actor, view: View, memory: Memory, data) -> None:
     """Checked write."""
     on_write(actor, twin(view, memory), view.footprint())
     view.write(memory, data)
+
+
+def on_global(actor: Actor, buffer: GlobalBuffer, cells, write: bool, atomic: bool = False) -> None:
+    """An access to global memory: after writes of the same program that it touches, and of nothing that another program
+    writes. `cells` takes the elements that are meant from a flat tensor, as a view or by an index.
+
+    Reads are not kept, so that a write after a read goes unseen.
+    """
+    log = buffer.log
+    if log is None:
+        if not write:
+            return
+        log = buffer.log = GlobalLog(buffer.extent)
+    cluster = actor.machine
+    program = cells.of(log.program)
+    if bool(program.any()):
+        _after_writes(actor, buffer, log, cells, program, atomic)
+    if write:
+        cells.put(log.program, cluster.number)
+        cells.put(log.timeline, actor.timeline)
+        cells.put(log.time, actor.time())
+        cells.put(log.atomic, atomic)
+
+
+def _after_writes(actor: Actor, buffer: GlobalBuffer, log: GlobalLog, cells, program, atomic: bool) -> None:
+    cluster = actor.machine
+    foreign = (program != cluster.number) & (program != 0)
+    if atomic:
+        foreign &= ~cells.of(log.atomic)
+    if bool(foreign.any()) and not cluster.synchronised:
+        cluster.find(
+            "race",
+            f"{actor.label} uses {int(foreign.sum())} elements of {buffer.name} that another program writes",
+            actor,
+            advice="which tiles belong to which program, and whether the results of one reach into those of the next",
+        )
+        return
+    mine = program == cluster.number
+    if atomic:
+        mine &= ~cells.of(log.atomic)
+    timelines, times = cells.of(log.timeline)[mine], cells.of(log.time)[mine]
+    for timeline in timelines.unique().tolist():
+        latest = int(times[timelines == timeline].max())
+        other = cluster.owners[timeline]
+        if not seen(actor.clock, timeline, latest) and other != cluster.owners[actor.timeline]:
+            cluster.find(
+                "race",
+                f"{actor.label} uses elements of {buffer.name} that {other} writes: nothing orders the two",
+                actor,
+                advice="store_wait(0, read_only=False) and an arrival after it, or tiles of their own",
+            )
+
+
+class Strided:
+    """Cells of a global tensor by strides."""
+
+    def __init__(self, first: int, shape, steps):
+        self.first, self.shape, self.steps = first, shape, steps
+
+    def of(self, flat):
+        return flat.as_strided(self.shape, self.steps, self.first)
+
+    def put(self, flat, value) -> None:
+        self.of(flat).fill_(value)
+
+
+class Picked:
+    """Cells of a global tensor by an index."""
+
+    def __init__(self, offsets, selected=None):
+        if isinstance(offsets, int):
+            offsets = torch.tensor([offsets])
+        self.index = (offsets if selected is None else offsets[selected]).reshape(-1)
+
+    def of(self, flat):
+        return flat[self.index]
+
+    def put(self, flat, value) -> None:
+        flat[self.index] = value

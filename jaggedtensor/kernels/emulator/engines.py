@@ -55,6 +55,7 @@ def fetch(actor, descriptor: GlobalDescriptor, coordinates, block_shape) -> torc
             actor,
             advice=f"the descriptor's shape {descriptor.sizes} and strides {descriptor.steps}",
         )
+    checks.on_global(actor, descriptor.buffer, checks.Strided(first, shape, steps), False)
     data = descriptor.view(first, shape, steps)
     if list(shape) == list(block_shape):
         return data
@@ -99,6 +100,7 @@ class TmaStore(Operation):
                 self,
                 advice=f"the descriptor's shape {self.descriptor.sizes} and strides {self.descriptor.steps}",
             )
+        checks.on_global(self, buffer, checks.Strided(first, shape, steps), True, self.combine is not None)
         target = self.descriptor.view(first, shape, steps)
         new = self.data[place].to(target.dtype)
         target.copy_(new if self.combine is None else self.combine(target, new))

@@ -276,6 +276,16 @@ def row_major(shape) -> list[int]:
     return strides
 
 
+class GlobalLog:
+    """For each element of a global tensor, its last write: by which program, on which timeline, when, if atomically."""
+
+    def __init__(self, extent: int):
+        self.program = torch.zeros(extent, dtype=torch.int32)  # from 1; 0: nobody
+        self.timeline = torch.zeros(extent, dtype=torch.int32)
+        self.time = torch.zeros(extent, dtype=torch.int32)
+        self.atomic = torch.zeros(extent, dtype=torch.bool)
+
+
 class GlobalBuffer:
     """A torch tensor that a kernel was given: its elements, and nothing beside them."""
 
@@ -289,6 +299,8 @@ class GlobalBuffer:
             self.flat = self.flat.view(torch.uint8)
         elif self.flat.dtype in (torch.uint16, torch.uint32, torch.uint64):
             self.flat = self.flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[self.flat.dtype.itemsize])
+
+        self.log: GlobalLog | None = None  # made when the kernel first writes
 
     def inside(self, low: int, high: int) -> bool:
         """Whether elements low..high are the tensor's."""

@@ -56,7 +56,7 @@ class Role(Actor):
         self.cta = cta
         self.name = self.label = name
         self.num_warps = num_warps
-        self.timeline = cluster.new_timeline()
+        self.timeline = cluster.new_timeline(name)
         self.clock = [0] * (self.timeline + 1)
         self.clock[self.timeline] = 1
         self.fenced = []
@@ -99,13 +99,13 @@ class Role(Actor):
         for lane in self.lanes:
             if seen(self.clock, lane.timeline, lane.time):
                 return lane
-        self.lanes.append(Lane(self.cluster.new_timeline(), False))
+        self.lanes.append(Lane(self.cluster.new_timeline(self.name), False))
         return self.lanes[-1]
 
     def queue(self, name: str) -> Lane:
         """The lane of an engine that works in order of issue."""
         if name not in self.queues:
-            self.queues[name] = Lane(self.cluster.new_timeline(), True)
+            self.queues[name] = Lane(self.cluster.new_timeline(self.name), True)
         return self.queues[name]
 
 
@@ -221,7 +221,8 @@ class Cluster(Machine):
         self.report = report
         self.roles: list[Role] = []
         self.pending: list[Operation] = []
-        self.timelines = 0
+        self.owners: list[str] = []
+        self.number = launch.started
         self.main = greenlet.getcurrent()
         self.order = launch.order
         self.random: random.Random = launch.random
@@ -391,6 +392,7 @@ class Cluster(Machine):
         """An atomic on a global word: it orders the roles that use it, unless relaxed."""
         if sem == "relaxed":
             return
+        self.launch.synchronised = True
         word = self.gates.setdefault(("word", id(buffer), offset), {"clock": [], "fenced": []})
         join(role.clock, word["clock"])
         join(role.fenced, word["fenced"])
@@ -398,9 +400,13 @@ class Cluster(Machine):
         join(word["fenced"], role.fenced)
         role.tick()
 
-    def new_timeline(self) -> int:
-        self.timelines += 1
-        return self.timelines - 1
+    @property
+    def synchronised(self) -> bool:  # type: ignore[override]
+        return self.launch.synchronised
+
+    def new_timeline(self, owner: str) -> int:
+        self.owners.append(owner)
+        return len(self.owners) - 1
 
     def now(self) -> int:
         self.report.clock += 1

@@ -36,6 +36,9 @@ class Launch:
             self.random.shuffle(self.waiting)
         self.body: Callable[[], Any] = lambda: None
         self.exhausted = False
+        self.maxnreg: int | None = None
+        self.started = 0  # programs so far
+        self.synchronised = False
 
     def cancel(self) -> tuple | None:
         """A program that has not started, taken over by the asking cluster; None if all have (or as good as)."""
@@ -87,18 +90,22 @@ def emulate(
     seed: int = 0,
     max_steps: int = 5_000_000,
     events: bool = True,
+    maxnreg: int | None = None,
+    enable_fp_fusion: bool = True,
     **kwargs,
 ) -> Report:
     """Runs a `@gluon.jit` kernel with CPU tensors and host-side tensor descriptors; results are written into them.
 
     `grid` counts clusters, as Gluon's does. `order` is one of ORDERS, `seed` draws from it. Whatever is wrong with the
     kernel is in the report: `emulate(...).raise_if_bad()`. A name that is not emulated raises `UnknownBuiltin`.
+    `maxnreg` counts for the roles' registers, as at a launch; `enable_fp_fusion` is taken and ignored.
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
     if order not in ORDERS:
         raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
     launch = Launch(grid, target, order, seed, max_steps, num_warps, num_ctas)
+    launch.maxnreg = maxnreg
     report = Report(getattr(kernel, "__name__", str(kernel)), target, order, seed, keep_events=events)
     translator = Translator()
     function = translator(kernel)
@@ -155,6 +162,7 @@ def _buffer(name: str, tensor: torch.Tensor, buffers: dict) -> GlobalBuffer:
 
 def _run_program(launch: Launch, program: tuple, report: Report, memories) -> None:
     """One cluster, from start to end."""
+    launch.started += 1
     ctas = [Cta(rank, *memory) for rank, memory in enumerate(memories)]
     cluster = Cluster(launch, program, ctas, report)
     for cta in ctas:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from jaggedtensor.kernels.emulator.checks import join
+from jaggedtensor.kernels.emulator.checks import Picked, join, on_global
 from jaggedtensor.kernels.emulator.errors import UnknownBuiltin
 from jaggedtensor.kernels.emulator.language.arithmetic import maximum, minimum
 from jaggedtensor.kernels.emulator.language.registry import emulates
@@ -157,7 +157,7 @@ def _check_registers(role: Role, warps, registers) -> None:
             fill += count
             groups[-1][1] = max(groups[-1][1], wanted)
     total = role.num_warps + sum(count for count, _ in groups)
-    pool = 65536 // 32 // total // 8 * 8
+    pool = role.cluster.launch.maxnreg or 65536 // 32 // total // 8 * 8
     left = (pool * total - sum(count * -(-wanted // 8) * 8 for count, wanted in groups)) // role.num_warps // 8 * 8
     if left < 24:
         role.machine.find(
@@ -240,6 +240,17 @@ def _outside(pointer: Pointer, low: int, high: int, doing: str) -> None:
     )
 
 
+def _logged(pointer: Pointer, offsets, selected, write: bool, atomic: bool = False) -> None:
+    """The access as the checks see it."""
+    role = current()
+    role.pause()
+    if not pointer.is_block:
+        cells = Picked(offsets if selected else torch.empty(0, dtype=torch.int64))
+    else:
+        cells = Picked(offsets, None if selected is None else selected.expand(offsets.shape))
+    on_global(role, pointer.buffer, cells, write, atomic)
+
+
 def owned(role: Role, value: Tensor, selected):
     """The mask, and only what this CTA has of a block that is split."""
     mine = torch.zeros(value.shape, dtype=torch.bool)
@@ -266,6 +277,8 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", *
     dtype = pointer.element
     offsets, selected = _selected(pointer, mask, "reads")
     flat = _flat(pointer)
+    if pointer.buffer.log is not None:
+        _logged(pointer, offsets, selected, False)
     if not pointer.is_block:
         if not selected:
             return Scalar(wrap(number(other), dtype) if other is not None else _element_poison(dtype), dtype)
@@ -292,6 +305,7 @@ def store(pointer, value, mask=None, boundary_check=(), **policies):
         if isinstance(value, Tensor):
             raise TypeError("a block cannot be stored through a scalar pointer")
         if selected:
+            _logged(pointer, offsets, True, True)
             flat[offsets] = wrap(number(value), dtype)
         return
     data = as_torch(value, dtype)
@@ -304,6 +318,7 @@ def store(pointer, value, mask=None, boundary_check=(), **policies):
     if selected is not None:
         selected = selected.expand(offsets.shape)
         offsets, data = offsets[selected], data[selected]
+    _logged(pointer, offsets, None, True)
     flat[offsets] = data.to(flat.dtype)
 
 
@@ -331,6 +346,7 @@ def _atomic(name):
             if not selected:
                 return Scalar(wrap(_element_poison(dtype), dtype), dtype)
             role.cluster.synchronise(role, pointer.buffer, offsets, sem)
+            _logged(pointer, offsets, True, True, True)
             old = flat[offsets].clone()
             flat[offsets] = combine(old, torch.tensor(wrap(number(value), dtype), dtype=flat.dtype))
             return Scalar(wrap(old.item(), dtype), dtype)
@@ -339,6 +355,7 @@ def _atomic(name):
         offsets, data = torch.broadcast_tensors(offsets, to_storage(data, dtype))
         if isinstance(value, Tensor) and value.part is not None:
             selected = owned(role, value, selected)
+        _logged(pointer, offsets, selected, True, True)
         old = torch.zeros(offsets.shape, dtype=flat.dtype)
         chosen = (
             range(offsets.numel()) if selected is None else selected.expand(offsets.shape).reshape(-1).nonzero()[:, 0]
@@ -371,6 +388,7 @@ def atomic_cas(pointer, cmp, val, sem=None, scope=None):
         raise UnknownBuiltin("atomic_cas of a block", "language/control.py")
     offset, _ = _selected(pointer, None, "updates")
     role.cluster.synchronise(role, pointer.buffer, offset, sem)
+    _logged(pointer, offset, True, True, True)
     flat = _flat(pointer)
     old = flat[offset].item()
     if old == number(cmp):
