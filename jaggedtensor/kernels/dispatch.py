@@ -49,14 +49,20 @@ def plan_nothing(
 
 
 def plan_hopper(
-    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    train: bool,
+    *block_mask: Tensor,
 ) -> Schedules:
     """The portable kernels do the backward pass where its own ones lack something."""
-    forward = plan_hopper_forward(problem, keys, query, rows, q_rows)
+    forward = plan_hopper_forward(problem, keys, query, rows, q_rows, *block_mask)
     if not train:
         return forward, []
     if hopper_backward_lacks(problem):
-        return forward, plan_portable(problem, keys, query, rows, q_rows, True)[1]
+        return forward, plan_portable(problem, keys, query, rows, q_rows, True, *block_mask)[1]
     return forward, plan_hopper_backward(problem, keys, rows)
 
 
@@ -176,6 +182,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         needs_gluon=True,
         arch=9,
         limits=hopper_lacks,
+        masks=True,
         backward="portable",
         backward_limits=hopper_backward_lacks,
     ),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, select
 from jaggedtensor.problem import AttentionProblem
@@ -28,12 +29,19 @@ def lacks(problem: AttentionProblem) -> list[str]:
 
 
 def plan_forward(
-    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    block_mask: Tensor | None = None,
 ) -> list[Tensor]:
-    """Tiles and worker offsets: the longest first, dealt back and forth to one CTA for each multiprocessor."""
+    """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to one
+    CTA for each multiprocessor."""
     config = select(problem)
     q_len = problem.q_len if query is None else query
     assert q_len is not None
+    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
     schedule = keys.schedule(
         ScheduleKind.ZIGZAG,
         q_len=q_len,
@@ -47,15 +55,19 @@ def plan_forward(
         tile_cost=config.tile_cost,
         rows=rows,
         q_rows=q_rows,
+        **mask,
     )
     assert schedule.worker_offsets is not None
-    return [schedule.tiles, schedule.worker_offsets]
+    found = [schedule.tiles, schedule.worker_offsets]
+    if block_mask is not None:  # the list is None where nothing has any work
+        found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
+    return found
 
 
 @functools.lru_cache(maxsize=512)
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
-    return broadcast.lacks(problem)
+    return ["takes no block mask"] * problem.masked + broadcast.lacks(problem)
 
 
 def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:

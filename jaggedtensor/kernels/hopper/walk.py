@@ -16,6 +16,14 @@ class Schedule:
     q_offsets: gl.tensor | gl.constexpr  # [B + 1], or None if all sequences have `q_len` queries
     k_offsets: gl.tensor  # [B + 1]
     q_len: gl.tensor
+    listed: gl.tensor | gl.constexpr  # the list of blocks that a block mask lets through, None without one
+
+    @gluon.jit
+    def block(self, place):
+        """The number of the KV block at a place of a tile's range."""
+        if self.listed is not None:
+            place = gl.load(self.listed + place)
+        return place
 
 
 @aggregate
@@ -90,9 +98,5 @@ def start_walk(schedule, begin, end):
     last = gl.maximum(end - 1, 0)
     tile = read_tile(schedule, gl.minimum(begin, last))
     return Walk(
-        schedule,
-        tile,
-        read_span(schedule, tile.sequence),
-        read_tile(schedule, gl.minimum(begin + 1, last)),
-        last,
+        schedule, tile, read_span(schedule, tile.sequence), read_tile(schedule, gl.minimum(begin + 1, last)), last
     )

@@ -17,8 +17,8 @@ SMALL = 1 << 22  # elements that are filled in less time than a launch takes
 def outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out and lse for a kernel to write, 0 and -inf already where it may not write."""
     q, jagged = args.q, args.q_offsets is not None
-    # Without windows only empty sequences see nothing: then writing all rows twice is worth a launch to avoid.
-    few_blind = not jagged and not args.problem.windowed
+    # Without windows and masks only empty sequences see nothing: a launch is worth not writing all rows twice.
+    few_blind = not jagged and not args.problem.windowed and not args.problem.masked
     by_kernel = few_blind and not args.complete and math.prod(args.out_shape) > SMALL
     if not by_kernel and not (few_blind and args.complete):
         return q.new_zeros(args.out_shape), q.new_full(args.lse_shape, -math.inf, dtype=torch.float32)

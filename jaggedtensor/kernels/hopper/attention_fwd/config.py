@@ -36,6 +36,7 @@ class Config:
     left: bool = False  # the window has a limit on this side
     right: bool = False
     windowed: bool = False
+    masked: bool = False  # by a list of blocks
     tile_cost: int = 1  # what starting and finishing a tile costs, in KV blocks
 
     @property
@@ -102,6 +103,7 @@ def select(
         problem.left != UNLIMITED,
         problem.right != UNLIMITED,
         problem.windowed,
+        problem.masked,
     )
     assert config.kv_stages >= 2, config
     assert config.shared_memory <= SHARED_MEMORY, config

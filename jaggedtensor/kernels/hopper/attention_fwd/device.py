@@ -6,7 +6,7 @@
 
 S(j+1) is issued before P(j) V(j), and the softmax of S(j+1) runs while that product does. P stays in registers. Blocks
 of keys are walked from the last to the first: the one that the sequence's end cuts is peeled off in front, and the loop
-has no mask (but for windows, whose edges get loops of their own).
+has no mask (but for windows, whose edges get loops of their own). A block mask is a list of the blocks to walk.
 
 K and V come through descriptors that end where the sequence ends, so rows of a neighbour are zeros. Q stays where it is
 as long as tiles have the same one, as a broadcast query of one head.
@@ -81,7 +81,7 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
             q_at = after
             held = query_of(tile, C)
         for n in range(tile.kv_end - tile.kv_begin):
-            row = (tile.kv_end - 1 - n) * C.block_n
+            row = schedule.block(tile.kv_end - 1 - n) * C.block_n
             slot, k_at = channels.k.acquire_empty(k_at)
             slot.load(k_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
             slot, v_at = channels.v.acquire_empty(v_at)
@@ -93,6 +93,7 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
 class Edge:
     """What decides which keys the rows of a tile see."""
 
+    schedule: Schedule
     i: gl.tensor  # [64]: query within the sequence
     k_count: gl.tensor
     shift: gl.tensor  # Lk - Lq
@@ -141,8 +142,8 @@ def by_row(x, acc):
 
 
 @gluon.jit
-def step(work, q, channels, scale, edge, block, C: gl.constexpr, MASK: gl.constexpr):
-    """One more block of keys: its scores, and the product of the block before."""
+def step(work, q, channels, scale, edge, place, C: gl.constexpr, MASK: gl.constexpr):
+    """One more block of keys, at a place of the tile's range: its scores, and the product of the block before."""
     k_slot, k_at = channels.k.acquire_full(work.ring.k)
     score = scores(q, k_slot.buffer)
     v_slot, v_at = channels.v.acquire_full(work.ring.v)
@@ -150,7 +151,7 @@ def step(work, q, channels, scale, edge, block, C: gl.constexpr, MASK: gl.conste
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
     if MASK:
-        score = edge.masked(score, block, C)
+        score = edge.masked(score, edge.schedule.block(place), C)
     p, fade, rows = next_block(work.rows, score, scale, C.windowed)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
@@ -159,28 +160,31 @@ def step(work, q, channels, scale, edge, block, C: gl.constexpr, MASK: gl.conste
 
 
 @gluon.jit
-def attend(q, channels, ring, tile, span, first, scale, window, C: gl.constexpr):
+def attend(q, schedule, channels, ring, tile, span, first, scale, window, C: gl.constexpr):
     """All keys of a tile for the 64 packed rows from `first` on: acc [64, Dv], rows, and the ring."""
     N: gl.constexpr = C.block_n
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_dv, 16])
     i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))) // C.group
-    edge = Edge(i, span.k_count, span.k_count - span.q_count, window[0], window[1])
+    edge = Edge(schedule, i, span.k_count, span.k_count - span.q_count, window[0], window[1])
     top = tile.kv_end - 1
 
     k_slot, k_at = channels.k.acquire_full(ring.k)
     score = warpgroup_mma_wait(0, deps=(scores(q, k_slot.buffer),))
     k_slot.release()
-    p, rows = first_block(edge.masked(score, top, C), scale, C.windowed)
+    p, rows = first_block(edge.masked(score, schedule.block(top), C), scale, C.windowed)
     acc = gl.zeros([ROWS, C.block_dv], gl.float32, acc_layout)
     work = Work(rows, as_operand(p, q.dtype, acc), acc, Ring(k_at, ring.v))
 
     low, high = tile.kv_begin, top  # blocks low .. high - 1 need no mask
-    if C.windowed:
-        q_first, q_last = first // C.group, gl.minimum((first + ROWS - 1) // C.group, span.q_count - 1)
+    if C.windowed and C.masked:  # a list of blocks has no range that all rows see
+        low, high = tile.kv_begin, tile.kv_begin
+    elif C.windowed:
+        q_first, q_last = (first // C.group, gl.minimum((first + ROWS - 1) // C.group, span.q_count - 1))
         low, high = blocks_seen_by_all(
             q_first, q_last, span.k_count, edge.shift, (window[0], window[1]), tile.kv_begin, top, C
         )
+    if C.windowed:
         for n in range(top - high):
             work = step(work, q, channels, scale, edge, top - 1 - n, C, True)
     for n in range(high - low):
@@ -281,7 +285,7 @@ def consume_role(part: gl.constexpr, schedule, channels, results, scale, window,
             held = query_of(tile, C)
         first = tile.q_block * C.block_m + part * ROWS
         if first < span.q_count * C.group:
-            acc, rows, ring = attend(q_slot.buffer, channels, ring, tile, span, first, scale, window, C)
+            acc, rows, ring = attend(q_slot.buffer, schedule, channels, ring, tile, span, first, scale, window, C)
             if C.stage_in_q or not C.tma_store:
                 staging = q_slot.buffer
             else:
@@ -307,6 +311,7 @@ def forward_kernel(
     lse_head,  # its strides
     tiles,  # of the schedule
     worker_offsets,
+    listed,  # blocks, None without a block mask
     q_offsets,  # [B + 1], None unless jagged
     k_offsets,  # [B + 1]
     q_len,
@@ -329,7 +334,7 @@ def forward_kernel(
         if C.tma_store and not C.stage_in_q
         else None,
     )
-    schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len)
+    schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed)
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
     scale = Scale(scale_log2, coarse)
     window = (left, right)

@@ -23,7 +23,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     Operands that TMA cannot address (columns apart, rows not at multiples of 16 bytes) are copied first, and so is the
     query for a negative scale.
     """
-    problem, (tiles, worker_offsets) = args.problem, args.schedule
+    problem, (tiles, worker_offsets, *listed) = args.problem, args.schedule
     variant = (problem, config)
     config = select(problem) if config is None else config
     q, k, v = (x if takes(x) else x.contiguous() for x in (args.q, args.k, args.v))
@@ -56,6 +56,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
                 head,
                 tiles,
                 worker_offsets,
+                listed[0] if listed else None,
                 args.q_offsets,
                 args.k_offsets,
                 problem.q_len or 0,
@@ -72,8 +73,9 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
 
 def _key(variant: Hashable, args: AttentionArgs) -> Hashable | None:
     """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    tiles, worker_offsets = args.schedule
-    places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
+    places = args.k_offsets.data_ptr()
+    for x in args.schedule:
+        places |= x.data_ptr()
     q_type = None
     if args.q_offsets is not None:
         places |= args.q_offsets.data_ptr()
