@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def describe(value: object) -> str:
@@ -59,6 +60,12 @@ def check_same_device(tensor: Tensor, name: str, device: torch.device) -> None:
     """Refuse a tensor that is on another device than the others."""
     if tensor.device != device:
         fail(name, f"on {device}", tensor, f"move it with .to({str(device)!r})")
+
+
+def check_no_forward_mode(tensor: Tensor, operation: str, remedy: str) -> None:
+    """Refuse forward-mode differentiation (`torch.func.jvp`, dual numbers) where a tangent would be lost unseen."""
+    if forward_ad._current_level >= 0 and tensor.is_floating_point():
+        fail(f"differentiation of {operation}", "reverse mode", "forward mode", remedy, error=NotImplementedError)
 
 
 def is_readable(tensor: Tensor) -> bool:

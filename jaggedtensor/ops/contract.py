@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from jaggedtensor.errors import fail, is_readable
+from jaggedtensor.errors import check_no_forward_mode, fail, is_readable
 from jaggedtensor.kernels.dispatch import by_name
 from jaggedtensor.problem import AttentionArgs, AttentionProblem, lse_dtype, lse_shape, out_shape
 
@@ -94,6 +94,7 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _below_autograd(operator: Any, kernel: Any, args: tuple[Any, ...]) -> Any:
+    check_no_forward_mode(args[0], "attention", "use backend='reference'")
     if _is_watched(args[0]):
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)

@@ -7,10 +7,15 @@ slack rows and give them 0. Arguments: `values` `[rows, *feature]`, `offsets` `[
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from jaggedtensor.errors import check_no_forward_mode
 
 _lib = torch.library.Library("jaggedtensor", "FRAGMENT")
 _lib.define("segment_sum(Tensor values, Tensor offsets, Tensor ids) -> Tensor")
@@ -80,14 +85,25 @@ def _cumsum(values: Tensor, offsets: Tensor, ids: Tensor, reverse: bool) -> Tens
     return sums
 
 
+def _refusing_forward_mode(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Below autograd a tangent would be lost without a word."""
+
+    @functools.wraps(kernel)
+    def checked(values: Tensor, *args: Any) -> Tensor:
+        check_no_forward_mode(values, "a reduction or scan over sequences", "use reverse mode (torch.func.vjp)")
+        return kernel(values, *args)
+
+    return checked
+
+
 for _name, _kernel in (
     ("segment_sum", _sum),
     ("segment_expand", _expand),
     ("segment_max", _max),
     ("segment_cumsum", _cumsum),
 ):
-    _lib.impl(_name, _kernel, "CPU")
-    _lib.impl(_name, _kernel, "CUDA")
+    _lib.impl(_name, _refusing_forward_mode(_kernel), "CPU")
+    _lib.impl(_name, _refusing_forward_mode(_kernel), "CUDA")
 
 
 @torch.library.register_fake("jaggedtensor::segment_sum", lib=_lib)

@@ -349,3 +349,25 @@ def test_random_state_is_untouched():
     before = torch.get_rng_state()
     full_run(QueryKind.JAGGED, None)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
+def test_forward_mode_is_refused_or_right():
+    """A tangent must not be lost unseen: torch.func.jvp of what has no rule for it raises, and the reference has one."""
+    keys = JaggedTensor.from_list([torch.randn(n, 2, 4, dtype=torch.float64) for n in (3, 0, 2)])
+    query, tangent = torch.randn(2, 5, 2, 4, dtype=torch.float64)
+
+    def loss(backend):
+        return lambda q: keys.attend(q, backend=backend).square().sum()
+
+    for run in (
+        lambda x: torch.func.jvp(loss("cpu"), (x,), (x,)),
+        lambda x: torch.func.jvp(lambda v: keys.with_values(v).sum(1).sum(), (keys.values(),), (keys.values(),)),
+        lambda x: torch.func.jvp(lambda v: keys.with_values(v).cumsum(1).values(), (keys.values(),), (keys.values(),)),
+    ):
+        with pytest.raises(NotImplementedError, match="must be reverse mode, got forward mode"):
+            run(query)
+    _, along = torch.func.jvp(loss("reference"), (query,), (tangent,))
+    leaf = query.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss("cpu")(leaf), leaf)
+    torch.testing.assert_close(along, (gradient * tangent).sum())
