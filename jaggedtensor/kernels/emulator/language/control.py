@@ -159,11 +159,11 @@ def _check_registers(role: Role, warps, registers) -> None:
     total = role.num_warps + sum(count for count, _ in groups)
     pool = role.cluster.launch.maxnreg or 65536 // 32 // total // 8 * 8
     left = (pool * total - sum(count * -(-wanted // 8) * 8 for count, wanted in groups)) // role.num_warps // 8 * 8
-    if left < 24:
+    if left < 24 or max(registers, default=0) > 256:
         role.machine.find(
             "budget",
             f"the workers ask for {registers} registers with {warps} warps, which leaves {left} to each thread of the "
-            f"default partition's {role.num_warps} warps; 24 is the least (setmaxnreg)",
+            f"default partition's {role.num_warps} warps; a thread has 24 to 256 (setmaxnreg)",
             role,
             advice="worker_num_regs; an over-request is silently dropped by the compiler, and the workers spill",
         )
