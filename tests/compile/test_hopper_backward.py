@@ -17,7 +17,7 @@ import triton
 
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.hopper.operands import ragged
+from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.testing.launches import GPUS, Launch, compile_launch
 

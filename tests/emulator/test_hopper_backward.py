@@ -15,8 +15,8 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as configuration
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.hopper.operands import ragged
 from jaggedtensor.kernels.hopper.plan import plan_backward
+from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.testing.mutants import schedules
 

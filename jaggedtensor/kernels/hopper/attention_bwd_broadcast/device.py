@@ -22,7 +22,6 @@ stores nothing there, so that no score needs a mask: such a key has P <= 1 and a
 
 from triton.language.core import PropagateNan
 
-from jaggedtensor.kernels.hopper.walk import Schedule, read_span, read_tile, start_walk
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
     fence_async_shared,
@@ -35,10 +34,11 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma_wait,
 )
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel
+from jaggedtensor.kernels.shared.ragged import ragged_place
+from jaggedtensor.kernels.shared.walk import Schedule, read_span, read_tile, start_walk
 
 M: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
-RAGGED: gl.constexpr = gl.constexpr(1 << 30)  # see operands.ragged
 KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
@@ -91,12 +91,6 @@ def at_most(x, most):
 def before(at):
     """The index of the slot before a counter's."""
     return gl.where(at.index == 0, at.depth, at.index) - 1
-
-
-@gluon.jit
-def ragged_place(start, count, row, head):
-    """Coordinates of a ragged descriptor: row `row` of `head`, within the `count` rows that begin at `start`."""
-    return [RAGGED, start + count, RAGGED - count + row, head, 0]
 
 
 @gluon.jit

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, Config, select
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.hopper.operands import device_of, ragged, takes
 from jaggedtensor.kernels.shared.delta import delta_of
 from jaggedtensor.kernels.shared.direct import launch
+from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
 from jaggedtensor.problem import AttentionArgs
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

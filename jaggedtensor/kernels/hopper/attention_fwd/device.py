@@ -12,7 +12,6 @@ K and V come through descriptors that end where the sequence ends, so rows of a 
 as long as tiles have the same one, as a broadcast query of one head.
 """
 
-from jaggedtensor.kernels.hopper.walk import Schedule, my_range, start_walk
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
@@ -23,20 +22,16 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel
+from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block
+from jaggedtensor.kernels.shared.walk import Schedule, my_range, start_walk
 
 visible = gluon.jit(masks.visible.fn)
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
-RAGGED: gl.constexpr = gl.constexpr(1 << 30)  # see operands.ragged
-
-
-@gluon.jit
-def ragged_place(start, count, row, head):
-    """Coordinates of a ragged descriptor: row `row` of `head`, within the `count` rows that begin at `start`."""
-    return [RAGGED, start + count, RAGGED - count + row, head, 0]
 
 
 @aggregate
@@ -209,42 +204,6 @@ def pass_by(channels, ring, tile):
         slot, v_at = channels.v.acquire_full(v_at)
         slot.release()
     return Ring(k_at, v_at)
-
-
-@aggregate
-class Results:
-    """Where O and lse go."""
-
-    desc: tma.tensor_descriptor  # of O, ragged, for blocks of a consumer
-    out: gl.tensor  # the same by pointer, [rows, Hq, Dv] without gaps
-    lse: gl.tensor
-    batch: gl.tensor  # strides of lse
-    row: gl.tensor
-    head: gl.tensor
-
-
-@gluon.jit
-def store_by_pointers(results, out, tile, span, first, C: gl.constexpr):
-    """O [64, Dv] where the rows of a tile are not a block that TMA can store."""
-    row = first + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
-    column = gl.arange(0, C.block_dv, gl.SliceLayout(0, out.type.layout))
-    i, g = row // C.group, row % C.group
-    place = ((span.q_start + i).to(gl.int64) * C.q_heads + tile.head * C.heads + g) * C.value_dim
-    mask = ((i < span.q_count) & (g < C.heads))[:, None] & (column < C.value_dim)[None, :]
-    gl.store(results.out + place[:, None] + column[None, :], out.to(results.out.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def store_statistics(results, natural, tile, span, first, C: gl.constexpr):
-    """lse [64]."""
-    row = first + gl.arange(0, ROWS, natural.type.layout)
-    i, g = row // C.group, row % C.group
-    if C.jagged:
-        base = results.lse + span.q_start.to(gl.int64) * results.row
-    else:
-        base = results.lse + tile.sequence.to(gl.int64) * results.batch
-    places = base + i * results.row + (tile.head * C.heads + g) * results.head
-    gl.store(places, natural, mask=(i < span.q_count) & (g < C.heads))
 
 
 @gluon.jit

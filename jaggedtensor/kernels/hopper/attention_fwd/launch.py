@@ -9,9 +9,9 @@ from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
 from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel
-from jaggedtensor.kernels.hopper.operands import device_of, ragged, takes
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.fill import outputs
+from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
 from jaggedtensor.problem import AttentionArgs
 
 SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf

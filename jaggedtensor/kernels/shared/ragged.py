@@ -1,4 +1,4 @@
-"""Tensors as TMA sees them."""
+"""Jagged tensors as TMA sees them: blocks of rows that end where a sequence does, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from jaggedtensor.kernels.shared.direct import Descriptor
-from jaggedtensor.kernels.shared.dsl import TensorDescriptor, gl
+from jaggedtensor.kernels.shared.dsl import TensorDescriptor, gl, gluon
 
-MOST_ROWS = 1 << 30
+MOST_ROWS: gl.constexpr = gl.constexpr(1 << 30)
 _UNBOUNDED = 0x7FFF0000
 _ALIGNED = 256  # elements: a stride that nothing depends on, as torch gives any for a dimension of size 1
 
@@ -40,10 +40,16 @@ def ragged(x: Tensor, rows: int, heads: int, columns: int) -> Descriptor:
 
     def make() -> TensorDescriptor:
         layout = gl.NVMMASharedLayout(128, 8 * x.itemsize, 5)
-        shape = [_UNBOUNDED, _UNBOUNDED, MOST_ROWS, h, d]
+        shape = [_UNBOUNDED, _UNBOUNDED, MOST_ROWS.value, h, d]
         return TensorDescriptor(x, shape, [2**34 - row, row, row, head, 1], block, layout)
 
     return (x.data_ptr(), row, head, h, d, x.dtype, rows, heads, columns), make
+
+
+@gluon.jit
+def ragged_place(start, count, row, head):
+    """Coordinates of a ragged descriptor: row `row` of `head`, within the `count` rows that begin at `start`."""
+    return [MOST_ROWS, start + count, MOST_ROWS - count + row, head, 0]
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:
