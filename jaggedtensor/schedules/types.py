@@ -83,7 +83,8 @@ class Identity:
 
     def __init__(self, value: Any) -> None:
         self._ref = weakref.WeakMethod(value) if inspect.ismethod(value) else weakref.ref(value)
-        self._version = None if not isinstance(value, Tensor) or value.is_inference() else value._version
+        counted = isinstance(value, Tensor) and not torch.compiler.is_compiling() and not value.is_inference()
+        self._version = value._version if counted else None
         # A bound method is made anew at each access, and equals the one before.
         self._hash = hash(value) if inspect.ismethod(value) else id(value)
 

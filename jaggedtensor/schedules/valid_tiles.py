@@ -290,21 +290,25 @@ def _with_holes(units: Units, request: ScheduleRequest, mask: Mask, stays: _Side
         height, width, per_q, per_kv = stays.most_blocks, passes.most_blocks, 1, 1
     bound = "as the mask has" if isinstance(mask, Tensor) else "as max_length allows"
     for side, size in ((stays, height), (passes, width)):
-        name = f"blocks of {'queries' if (side is stays) == by_query else 'keys'} in a sequence"
+        name, most = f"{'queries' if (side is stays) == by_query else 'keys'} in a sequence", size
+        if request.mask_block:
+            most = size * side.block // side.per_token
+        else:
+            name = f"blocks of {name}"
         blocks = side.blocks_in(side.lengths)
         if isinstance(blocks, Tensor):
-            _require((blocks <= size).all(), name, size, bound, "use a larger one")
+            _require((blocks <= size).all(), name, most, bound, "use a larger one")
         elif blocks > size:
-            fail(name, f"at most {size}, {bound}", blocks, "use a larger one")
+            fail(name, f"at most {most}, {bound}", "more", "use a larger one")
     if (units.capacity + 1) * width > INT32_MAX:
         fail("blocks under the mask", f"at most {INT32_MAX}", (units.capacity + 1) * width, _TIGHTER)
 
-    columns = units.rows.to(torch.int64).unbind(1)
+    columns = units.rows.to(torch.int64)
     begin, end = (Tile.KV_BEGIN, Tile.KV_END) if by_query else (Tile.Q_BEGIN, Tile.Q_END)
     passing = torch.arange(width, device=units.rows.device)
-    valid = (passing >= columns[begin][:, None]) & (passing < columns[end][:, None])
-    sequence = columns[Tile.SEQUENCE].clamp(min=0)[:, None]
-    block = columns[Tile.Q_BEGIN if by_query else Tile.KV_BEGIN].clamp(max=height - 1)[:, None]
+    valid = (passing >= columns[:, begin][:, None]) & (passing < columns[:, end][:, None])
+    sequence = columns[:, Tile.SEQUENCE].clamp(min=0)[:, None]
+    block = columns[:, Tile.Q_BEGIN if by_query else Tile.KV_BEGIN].clamp(max=height - 1)[:, None]
     q_block, kv_block = (block, passing[None]) if by_query else (passing[None], block)
     if isinstance(mask, Tensor):
         keep = mask[sequence, q_block // per_q, kv_block // per_kv]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jaggedtensor.block_masks import MASK_BLOCK, blocks_of
 from jaggedtensor.ops.attention import attend
 from jaggedtensor.problem import QueryKind
 from jaggedtensor.tensor import JaggedTensor
@@ -39,6 +40,9 @@ class AttentionCase:
         query: broadcast and per-sequence queries have `q_length` rows, a jagged one `q_lengths`.
         q_slack, k_slack: rows of NaN after the last token.
         magnitude: standard deviation of queries and keys.
+        mask_share: how much of a random block mask is true; None for no mask. It has a row and a column of blocks that
+            are false, where there are several.
+        mask_for_all: one mask for all sequences, with a block more than the longest has.
     """
 
     k_lengths: tuple[int, ...]
@@ -57,7 +61,23 @@ class AttentionCase:
     k_slack: int = 0
     offsets_dtype: torch.dtype = torch.int64
     magnitude: float = 1.0
+    mask_share: float | None = None
+    mask_for_all: bool = False
     seed: int = 0
+
+    def block_mask(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """`[B or 1, blocks of queries, blocks of keys]`, new at each call."""
+        if self.mask_share is None:
+            return None
+        longest = max(self.q_lengths, default=0) if self.query is QueryKind.JAGGED else self.q_length
+        sizes = [blocks_of(n) + self.mask_for_all for n in (longest, max(self.k_lengths, default=0))]
+        generator = torch.Generator().manual_seed(self.seed + 4)
+        mask = torch.rand(1 if self.mask_for_all else len(self.k_lengths), *sizes, generator=generator)
+        mask = mask < self.mask_share
+        for dim, size in enumerate(sizes, 1):
+            if size > 1:
+                mask.select(dim, self.seed % size).fill_(False)
+        return mask.to(device)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -89,7 +109,8 @@ class AttentionCase:
     def run(self, backend: str | None = None, device: torch.device | str = "cpu", **options: Any) -> AttentionResult:
         """Through the public API, forward and backward."""
         q, k, v = self.inputs(device)
-        out, lse = attend(q, k, v, **self.options, return_lse=True, backend=backend, **options)
+        options |= {"block_mask": self.block_mask(device), "return_lse": True, "backend": backend}
+        out, lse = attend(q, k, v, **self.options, **options)
         packed = out.values() if isinstance(out, JaggedTensor) else out
         q_leaf = q.values() if isinstance(q, JaggedTensor) else q
         return _with_gradients(packed, lse, [q_leaf, k.values(), v.values()])
@@ -111,8 +132,9 @@ class AttentionCase:
         leaves = [x.detach().to(wide).requires_grad_() for x in values]
         packed_q, packed_k, packed_v = (x.to(dtype) for x in leaves)
         out, lse = attend_by_sequence(
-            packed_q, packed_k, packed_v, q_offsets, k.offsets(), **self.options, stepwise=dtype != torch.float64
-        )
+            packed_q, packed_k, packed_v, q_offsets, k.offsets(), **self.options, block_mask=self.block_mask(),
+            stepwise=dtype != torch.float64,
+        )  # fmt: skip
         result = _with_gradients(out, lse, leaves)
         return AttentionResult(result.out, result.lse, *(x.to(dtype) for x in result[2:]))
 
@@ -127,6 +149,7 @@ def attend_by_sequence(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    block_mask: Tensor | None = None,
     stepwise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A loop over sequences; arguments and results are those of the library's operator.
@@ -144,7 +167,13 @@ def attend_by_sequence(
             query = q[q_offsets[b] : q_offsets[b + 1]]
         else:
             query = q[b] if q.dim() == 4 else q
-        out, lse = _one_sequence(query, keys, values, _visible(len(query), len(keys), causal, window), scale, stepwise)
+        visible = _visible(len(query), len(keys), causal, window)
+        if block_mask is not None:
+            blocks = block_mask[b % len(block_mask)]
+            for dim in (0, 1):
+                blocks = blocks.repeat_interleave(MASK_BLOCK, dim)
+            visible &= blocks[: len(query), : len(keys)]
+        out, lse = _one_sequence(query, keys, values, visible, scale, stepwise)
         outs.append(out)
         lses.append(lse)
     if q_offsets is None:

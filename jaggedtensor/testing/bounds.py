@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jaggedtensor.block_masks import mask_of_sequence, visible_through
 from jaggedtensor.ops.attention import _window, attend
 from jaggedtensor.ops.reference import visible_keys
 from jaggedtensor.tensor import JaggedTensor
@@ -48,14 +49,18 @@ def bounded_attention(
     scale: float,
     left: int = -1,
     right: int = -1,
+    mask: Tensor | None = None,
 ) -> dict[str, Bounded]:
-    """Of one sequence: q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]`, grad_out as out, grad_lse `[Lq, Hq]`.
+    """Of one sequence: q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]`, grad_out as out, grad_lse `[Lq, Hq]`,
+    mask a block mask of the sequence.
 
     Returns "out" `[Lq, Hq, Dv]`, "lse" `[Lq, Hq]`, "dq", "dk" and "dv". Gradients of rows that see nothing are ignored.
     """
     dtype, group = q.dtype, q.shape[1] // max(k.shape[1], 1)
     u, e, least = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, _LEAST[dtype]
     visible = visible_keys(q.shape[0], k.shape[0], left, right, q.device)
+    if mask is not None:
+        visible &= visible_through(mask, q.shape[0], k.shape[0])
     seen = visible.any(1)
     columns: dict[str, list[Bounded]] = {name: [] for name in AttentionResult._fields}
     for h in range(k.shape[1]):
@@ -170,7 +175,8 @@ class Call:
     @classmethod
     def of_case(cls, case: AttentionCase, device: torch.device | str = "cpu") -> Call:
         """From a case of `jaggedtensor.testing`."""
-        return cls.of(*case.inputs(device), seed=case.seed, **case.options)
+        mask: dict[str, Any] = {} if case.mask_share is None else {"block_mask": case.block_mask(device)}
+        return cls.of(*case.inputs(device), seed=case.seed, **case.options, **mask)
 
     def run(self, backend: str | None, **options: Any) -> AttentionResult:
         """Forward and backward through the public API, from fresh leaves."""
@@ -203,15 +209,18 @@ class Call:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         ends = self.keys.layout.host_offsets().tolist()
         q_ends = self.query.layout.host_offsets().tolist() if isinstance(self.query, JaggedTensor) else []
+        block_mask = self.options.get("block_mask")
         total: Bounded | None = None
         for b in range(len(self.keys)) if sequences is None else sequences:
             rows = slice(ends[b], ends[b + 1])
             part: Any = slice(q_ends[b], q_ends[b + 1]) if jagged else b
             q_rows = slice(None) if broadcast else part
             grad_lse = self.grad_lse[part] if jagged else self.grad_lse[part].T
+            mask = None if block_mask is None else mask_of_sequence(block_mask, b)
             wanted = bounded_attention(
-                q[q_rows], k[rows], v[rows], self.grad_out[part], grad_lse, scale=scale, left=left, right=right
-            )
+                q[q_rows], k[rows], v[rows], self.grad_out[part], grad_lse, scale=scale, left=left, right=right,
+                mask=mask,
+            )  # fmt: skip
             found = {
                 "out": got.out[part],
                 "lse": got.lse[part] if jagged else got.lse[part].T,
