@@ -1,12 +1,13 @@
 """Breaks kernels on purpose, in one place at a time, and counts how many of the breaks are found on the emulator.
 
 >>> text = "@gluon.jit\\ndef role(full, ring):\\n    mbarrier.wait(full.index(0), phase)\\n    ring.load()\\n"
->>> [mutant.name for mutant in mutants_of(text)]
-['role: delete mbarrier.wait(full.index(0), phase)', 'role: other phase in mbarrier.wait(full.index(0), phase)']
+>>> [mutant.name for mutant in mutants_of(text)]  # doctest: +NORMALIZE_WHITESPACE
+['role: delete mbarrier.wait(full.index(0), phase)', 'role: move down mbarrier.wait(full.index(0), phase)',
+ 'role: other phase in mbarrier.wait(full.index(0), phase)']
 
 What is deleted or altered: waits, arrivals, expected bytes, commits, fences, phase flips, buffer indices, counts of
-barriers, predicates; arrivals, commits and fences are also moved before the statement that they follow. A mutant is
-found when the emulator reports it or a value is wrong, under some order and seed. One that is not found shows a test
+barriers, predicates; arrivals, commits and fences are also moved before the statement that they follow, waits behind
+the next (but not past another of their kind). A mutant is found when the emulator reports it or a value is wrong, under some order and seed. One that is not found shows a test
 that is missing, or a fault that the emulator cannot see, or changes nothing that matters: then the family says why.
 
     python -m jaggedtensor.testing.mutants tests/emulator/mechanisms/tma_ring.py
@@ -35,8 +36,10 @@ from typing import Any
 
 from jaggedtensor.testing.families import Bad
 
-DELETED = {"wait", "arrive", "expect", "tcgen05_commit", "fence_async_shared", "store_wait", "barrier"}
-MOVED = {"arrive", "tcgen05_commit", "fence_async_shared"}
+DELETED = {"init", "wait", "arrive", "expect", "tcgen05_commit", "fence_async_shared", "store_wait", "barrier"}
+MOVED_UP = {"arrive", "tcgen05_commit", "fence_async_shared"}
+MOVED_DOWN = {"wait", "store_wait"}
+VIEWS = {"index", "permute", "slice", "reshape", "reinterpret", "program_id", "range"}  # calls that touch nothing
 Node = ast.stmt | ast.expr
 Change = tuple[Node, str]  # a part of the tree and the text that takes its place
 Edit = tuple[str, Node, list[Change]]  # what is done, the statement or call that shows where, and how
@@ -146,11 +149,20 @@ def _edits(source: _Source, function: ast.FunctionDef) -> Iterator[Edit]:
     for parent in ast.walk(function):
         for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
             if isinstance(body, list):
-                for before, statement in zip([None, *body], body, strict=False):
-                    yield from _edits_of_statement(source, before, statement)
+                for before, statement, after in zip([None, *body], body, [*body[1:], None], strict=False):
+                    yield from _edits_of_statement(source, before, statement, after)
 
 
-def _edits_of_statement(source: _Source, before: ast.stmt | None, statement: ast.stmt) -> Iterator[Edit]:
+def _acts(statement: ast.stmt | None, kind: set[str]) -> bool:
+    """Does it touch memory or barriers, and is it not one of `kind`, past which moving changes nothing?"""
+    if statement is None or (isinstance(statement, ast.Expr) and _name(statement.value) in kind):
+        return False
+    return any(isinstance(node, ast.Call) and _name(node) not in VIEWS for node in ast.walk(statement))
+
+
+def _edits_of_statement(
+    source: _Source, before: ast.stmt | None, statement: ast.stmt, after: ast.stmt | None
+) -> Iterator[Edit]:
     of = source.of
     if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.BitXor):
         yield "delete", statement, [(statement, "pass")]
@@ -158,8 +170,13 @@ def _edits_of_statement(source: _Source, before: ast.stmt | None, statement: ast
         name = _name(statement.value)
         if name in DELETED:
             yield "delete", statement, [(statement, "pass")]
-        if name in MOVED and before is not None and any(isinstance(node, ast.Call) for node in ast.walk(before)):
+        # Two arrivals, or two waits, may change places.
+        if name in MOVED_UP and _acts(before, MOVED_UP - {"fence_async_shared"}):
+            assert before is not None
             yield "move up", statement, [(before, of(statement)), (statement, of(before))]
+        if name in MOVED_DOWN and _acts(after, MOVED_DOWN):
+            assert after is not None
+            yield "move down", statement, [(statement, of(after)), (after, of(statement))]
     if isinstance(statement, ast.Assign) and _name(statement.value) == "warpgroup_mma_wait":
         assert isinstance(statement.value, ast.Call)
         deps = {k.arg: k.value for k in statement.value.keywords}["deps"]

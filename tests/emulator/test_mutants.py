@@ -11,8 +11,9 @@ pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
 from jaggedtensor.testing.families import Bad
-from jaggedtensor.testing.mutants import Score, Verdict, bad_variant, mutants_of
+from jaggedtensor.testing.mutants import Score, Task, Verdict, bad_variant, judge_all, mutants_of, schedules, score
 
+MECHANISMS = Path(__file__).parent / "mechanisms"
 ROLE = '''
 @gluon.jit
 def role(a, full, empty, acc, n):
@@ -49,6 +50,9 @@ def changes(text: str) -> dict[str, str]:
 def test_every_synchronisation_of_device_code_is_deleted_or_altered_once() -> None:
     assert changes(ROLE) == {
         "role: delete mbarrier.wait(full.index(i % 2), phase)": "pass",
+        "role: move down mbarrier.wait(full.index(i % 2), phase)": (
+            "value = a.index(i % 2).load(); mbarrier.wait(full.index(i % 2), phase)"
+        ),
         "role: other phase in mbarrier.wait(full.index(i % 2), phase)": "mbarrier.wait(full.index(i % 2), (phase) ^ 1)",
         "role: next full.index(i % 2) in mbarrier.wait(full.index(i % 2), phase)": (
             "mbarrier.wait(full.index(((i % 2) + 1) % full.shape[0]), phase)"
@@ -71,7 +75,7 @@ def test_every_synchronisation_of_device_code_is_deleted_or_altered_once() -> No
     }
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "mechanisms").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(MECHANISMS.glob("*.py")), ids=lambda p: p.stem)
 def test_mutants_of_the_mechanisms_are_sources_with_one_change_each(path: Path) -> None:
     text = path.read_text()
     mutants = mutants_of(text)
@@ -108,3 +112,50 @@ def test_a_score_counts_failed_runs_as_survivors_and_names_wrong_excuses() -> No
     assert score.survivors == ["failed", "not found"]
     assert score.mistaken == ["found though excused", "gone"]
     assert "survives: failed (failed: KeyError: x)" in str(score)
+
+
+@pytest.mark.parametrize("path", sorted(MECHANISMS.glob("*.py")), ids=lambda p: p.stem)
+def test_a_few_mutants_of_each_mechanism_are_found(path: Path) -> None:
+    """A sample; `make mutants` takes them all."""
+    result = score(str(path), schedules(1), jobs=1, limit=60, only=8)
+    assert not result.right.kind, str(result)
+    assert not result.survivors, str(result)
+    assert not result.mistaken, str(result)
+
+
+def test_a_mutant_that_never_ends_is_stopped(tmp_path: Path) -> None:
+    """Beside one that ends the process, and one that raises what is no finding."""
+    family = tmp_path / "family.py"
+    family.write_text("from jaggedtensor.testing.families import Family\nFAMILY = Family('none')\n")
+    endings = {
+        "hangs": "import time\ntime.sleep(1000)\n",
+        "dies": "import os\nos._exit(3)\n",
+        "raises": "raise KeyError('x')\n",
+        "asserts": "assert False\n",
+        "passes": "",
+    }
+    tasks = [Task(str(family), str(family), name, text + family.read_text()) for name, text in endings.items()]
+    kinds = {t.name: [v.kind for v in vs] for t, vs in judge_all(tasks, [("random", 0)], jobs=5, limit=3)}
+    assert kinds == {
+        "hangs": ["no end"],
+        "dies": ["failed: the process died"],
+        "raises": ["failed: KeyError"],
+        "asserts": ["wrong value"],
+        "passes": [""],
+    }
+
+
+def test_a_module_that_the_family_imports_is_mutated_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mutated_helper.py").write_text("VALUE = 1\n")
+    family = tmp_path / "family.py"
+    family.write_text(
+        "from jaggedtensor.testing.families import Family\n"
+        "def run(order, seed):\n"
+        "    import mutated_helper\n"
+        "    assert mutated_helper.VALUE == 1\n"
+        "FAMILY = Family('imports', runner=run, modules=['mutated_helper'])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    tasks = [Task(str(family), "mutated_helper", name, name) for name in ("VALUE = 1", "VALUE = 2")]
+    kinds = {t.name: vs[0].kind for t, vs in judge_all(tasks, [("random", 0)], limit=20)}
+    assert kinds == {"VALUE = 1": "", "VALUE = 2": "wrong value"}

@@ -2,7 +2,7 @@
 
     load     wait mine[s] · wait both[s] (the lead) · expect full[s] · TMA: own block → the CTA's own slot s, and
              shared block → slot s of both CTAs (the lead)
-    default  wait full[s] · slots → registers · arrive both[s] of the lead, mine[s] · … · registers → staging → out
+    default  wait full[s] · slots → registers · fence · arrive both[s] of the lead, mine[s] · … · registers → out
 
 `both` is one barrier for the pair, in the lead CTA, on which either CTA arrives. `mine` keeps the other CTA from
 arming `full` for the next round before its own reader has seen this one: it does not wait for `both`.
@@ -59,6 +59,7 @@ def fold_role(out_desc, starts, tiles, own, shared, staging, full, both, mine):
             mbarrier.wait(full.index(s), (step // STAGES) & 1)
             block = own.index(s).load(layout)
             sums = gl.sum(shared.index(s).load(same), axis=0)
+            fence_async_shared(cluster=True)  # ordinary reads, before TMA, of the other CTA too, writes there again
             mbarrier.arrive(both.index(s))
             mbarrier.arrive(mine.index(s))
             total = total * 2 + block + gl.convert_layout(sums, gl.SliceLayout(0, layout))[None, :]
@@ -135,12 +136,16 @@ CASES = [
 ]
 
 BAD = [
-    Bad("load_role: delete mbarrier.wait(both.index(s), (step // STAGES + 1) & 1)", ("race",)),
-    Bad("load_role: delete mbarrier.wait(mine.index(s), (step // STAGES + 1) & 1)", ("over-arrival", "lap")),
-    Bad("fold_role: delete mbarrier.wait(full.index(s), (step // STAGES) & 1)", ("race",)),
-    Bad("fold_role: move up mbarrier.arrive(both.index(s))", ("race",)),
-    Bad("fold_role: delete mbarrier.arrive(both.index(s))", ("deadlock",)),
-    Bad("the pair's readers count as one", ("race",), ("(batch=STAGES, two_ctas=True)", "(batch=STAGES)")),
+    Bad("load_role: delete mbarrier.wait(both.index(s), (step // STAGES + 1) & 1)", ("race", "uninitialised")),
+    Bad("load_role: delete mbarrier.wait(mine.index(s), (step // STAGES + 1) & 1)", ("over-arrival", "race", "lap")),
+    Bad("fold_role: delete mbarrier.wait(full.index(s), (step // STAGES) & 1)", ("uninitialised", "race")),
+    Bad("fold_role: delete fence_async_shared(cluster=True)", ("missing fence",)),
+    Bad("fold_role: delete mbarrier.arrive(mine.index(s))", ("deadlock",)),
+    Bad(
+        "the pair's readers count as one",
+        ("race", "uninitialised"),
+        ("(batch=STAGES, two_ctas=True)", "(batch=STAGES)"),
+    ),
 ]
 
 FAMILY = Family("cluster_multicast", CASES, bad=BAD)

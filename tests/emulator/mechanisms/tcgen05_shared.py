@@ -154,19 +154,16 @@ CASES = [
 ]
 
 BAD = [
-    Bad("mma_role: delete mbarrier.wait(full.index(s), (step // STAGES) & 1)", ("race",)),
-    Bad("mma_role: delete mbarrier.wait(done.index(t), (turn // ACCUMULATORS + 1) & 1)", ("race",)),
+    Bad("mma_role: delete mbarrier.wait(full.index(s), (step // STAGES) & 1)", ("uninitialised", "race")),
+    Bad("mma_role: delete mbarrier.wait(done.index(t), (turn // ACCUMULATORS + 1) & 1)", ("race", "deadlock", "lap")),
     Bad("mma_role: delete tcgen05_commit(ready.index(t))", ("deadlock",)),
-    Bad("mma_role: move up tcgen05_commit(ready.index(t))", ("race",)),
-    Bad("store_role: delete mbarrier.wait(ready.index(t), (turn // ACCUMULATORS) & 1)", ("race",)),
+    Bad("mma_role: move up tcgen05_commit(ready.index(t))", ("uninitialised", "race")),
+    Bad("store_role: delete mbarrier.wait(ready.index(t), (turn // ACCUMULATORS) & 1)", ("uninitialised", "race")),
     Bad("store_role: move up mbarrier.arrive(done.index(t))", ("race",)),
-    Bad(
-        "load_role: half the bytes in mbarrier.expect(full.index(s), a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)",
-        ("wrong bytes",),
-    ),
+    Bad("more bytes are expected", ("wrong bytes",), ("+ b_desc.nbytes_per_cta", "+ 2 * b_desc.nbytes_per_cta")),
     Bad(
         "the bytes of one operand are expected",
-        ("wrong bytes",),
+        ("wrong bytes", "race", "uninitialised"),
         ("a_desc.nbytes_per_cta + b_desc.nbytes_per_cta", "a_desc.nbytes_per_cta"),
     ),
 ]

@@ -1,7 +1,7 @@
 """A ring of shared-memory slots between a role that loads by TMA and a role that reads.
 
     load     wait empty[s] · expect full[s] · TMA → slot s · next
-    default  wait full[s] · slot s → registers · arrive empty[s] · next
+    default  wait full[s] · slot s → registers · fence · arrive empty[s] · next
 
 A tile folds its blocks of x in their order, total = 2 · total + block, so that a block which comes twice, late or
 not at all changes the result. `full` counts 1 arrival (the expect) and the bytes; `empty` counts 1.
@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jaggedtensor.testing.families import Bad, Case, Family, Operands
@@ -56,6 +56,7 @@ def fold_role(out, starts, tiles, ring, full, empty, STAGES: gl.constexpr):
         for _ in range(first, end):
             mbarrier.wait(full.index(slot), phase)
             total = total * 2 + ring.index(slot).load(layout)
+            fence_async_shared()  # ordinary reads, before TMA writes there again
             mbarrier.arrive(empty.index(slot))
             slot += 1
             if slot == STAGES:
@@ -115,7 +116,23 @@ CASES = [
 BAD = [
     Bad("fold_role: delete mbarrier.wait(full.index(slot), phase)", ("uninitialised", "race")),
     Bad("load_role: delete mbarrier.wait(empty.index(slot), phase)", ("race", "over-arrival")),
-    Bad("fold_role: move up mbarrier.arrive(empty.index(slot))", ("race",)),
+    Bad(
+        "released before it is read",
+        ("race",),
+        (
+            """
+            total = total * 2 + ring.index(slot).load(layout)
+            fence_async_shared()  # ordinary reads, before TMA writes there again
+            mbarrier.arrive(empty.index(slot))
+""",
+            """
+            mbarrier.arrive(empty.index(slot))
+            total = total * 2 + ring.index(slot).load(layout)
+            fence_async_shared()
+""",
+        ),
+    ),
+    Bad("fold_role: delete fence_async_shared()", ("missing fence",)),
     Bad("load_role: half the bytes in mbarrier.expect(full.index(slot), x_desc.nbytes_per_cta)", ("wrong bytes",)),
     Bad("load_role: no flip in phase = phase ^ 1", ("deadlock", "over-arrival", "race")),
     Bad("fold_role: no flip in phase = phase ^ 1", ("deadlock", "lap")),

@@ -1,8 +1,9 @@
 """P in bf16 over S in fp32, in the same columns of tensor memory: the inner loop of attention on Blackwell.
 
     load     q ← Q tile · ring ← K, V, K, V …
-    mma      wait q, done · for each step: S = q · Kᵀ, commit s_full · wait p_full, O += P · V, commit · commit o_full
-    default  wait s_full: S → registers · P = bf16(scale · S) → over S · arrive p_full · … · wait o_full: O → out
+    mma      wait q, o_empty · for each step: S = q · Kᵀ, commit s_full · wait p_full, O += P · V · commit o_full
+    softmax  wait s_full: S → registers · P = bf16(scale · S) → over S · arrive p_full
+    default  wait o_full: O → registers · arrive o_empty · registers → out
 
     columns   0            16           32                      64
               |<----------------- S, fp32 ---------------------->|      [ROWS, KEYS = 64]
@@ -102,30 +103,35 @@ def mma_role(starts, tiles, q, q_full, q_empty, ring, full, empty, s_tmem, o_tme
 
 
 @gluon.jit
-def softmax_role(out, scale, starts, tiles, s_tmem, o_tmem, s_full, p_full, o_full, o_empty):
-    ROWS: gl.constexpr = o_tmem.shape[0]
-    DIM: gl.constexpr = o_tmem.shape[1]
+def softmax_role(scale, starts, tiles, s_tmem, s_full, p_full):
     p_tmem = p_over(s_tmem)
     p_layout: gl.constexpr = p_tmem.get_reg_layout()
-    o_layout: gl.constexpr = o_tmem.get_reg_layout()
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None]
-    cols = gl.arange(0, DIM, gl.SliceLayout(0, o_layout))[None, :]
-    s_phase = 0
-    o_phase = 0
+    phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first = gl.load(starts + tile)
         end = gl.load(starts + tile + 1)
         for _ in range(first, end):
-            mbarrier.wait(s_full, s_phase)
-            s_phase = s_phase ^ 1
+            mbarrier.wait(s_full, phase)
+            phase = phase ^ 1
             p = (s_tmem.load() * scale).to(gl.bfloat16)
             p_tmem.store(gl.convert_layout(p, p_layout))
             mbarrier.arrive(p_full)
-        o = gl.zeros([ROWS, DIM], gl.float32, o_layout)
-        if first < end:
-            mbarrier.wait(o_full, o_phase)
-            o_phase = o_phase ^ 1
-            o = o_tmem.load(o_layout)
+
+
+@gluon.jit
+def store_role(out, starts, tiles, o_tmem, o_full, o_empty):
+    ROWS: gl.constexpr = o_tmem.shape[0]
+    DIM: gl.constexpr = o_tmem.shape[1]
+    layout: gl.constexpr = o_tmem.get_reg_layout()
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, DIM, gl.SliceLayout(0, layout))[None, :]
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        o = gl.zeros([ROWS, DIM], gl.float32, layout)
+        if gl.load(starts + tile) < gl.load(starts + tile + 1):
+            mbarrier.wait(o_full, phase)
+            phase = phase ^ 1
+            o = o_tmem.load(layout)
             mbarrier.arrive(o_empty)
         gl.store(out + (tile * ROWS + rows) * DIM + cols, o)
 
@@ -159,14 +165,15 @@ def kernel(q_desc, k_desc, v_desc, out, scale, starts, tiles, STAGES: gl.constex
     mbarrier.init(o_empty, count=1)
     gl.warp_specialize(
         [
-            (softmax_role, (out, scale, starts, tiles, s_tmem, o_tmem, s_full, p_full, o_full, o_empty)),
+            (store_role, (out, starts, tiles, o_tmem, o_full, o_empty)),
+            (softmax_role, (scale, starts, tiles, s_tmem, s_full, p_full)),
             (
                 mma_role,
                 (starts, tiles, q, q_full, q_empty, ring, full, empty, s_tmem, o_tmem, s_full, p_full, o_full, o_empty),
             ),
             (load_role, (q_desc, k_desc, v_desc, starts, tiles, q, q_full, q_empty, ring, full, empty)),
         ],
-        [1, 1],
+        [4, 1, 1],
     )
 
 
@@ -206,13 +213,13 @@ CASES = [
 
 BAD = [
     Bad("mma_role: delete mbarrier.wait(p_full, s_phase)", ("race",)),
-    Bad("mma_role: delete mbarrier.wait(o_empty, tile_phase ^ 1)", ("race",)),
-    Bad("softmax_role: delete mbarrier.wait(s_full, s_phase)", ("race",)),
+    Bad("mma_role: delete mbarrier.wait(o_empty, tile_phase ^ 1)", ("race", "deadlock", "lap")),
+    Bad("softmax_role: delete mbarrier.wait(s_full, phase)", ("uninitialised", "race")),
     Bad("softmax_role: move up mbarrier.arrive(p_full)", ("race",)),
-    Bad("softmax_role: no flip in s_phase = s_phase ^ 1", ("race",)),
-    Bad("mma_role: move up tcgen05_commit(o_full)", ("race",)),
-    Bad("softmax_role: other phase in mbarrier.wait(s_full, s_phase)", ("race",)),
-    Bad("mma_role: delete mbarrier.wait(q_full, tile_phase)", ("race",)),
+    Bad("softmax_role: no flip in phase = phase ^ 1", ("race", "deadlock", "lap")),
+    Bad("softmax_role: other phase in mbarrier.wait(s_full, phase)", ("uninitialised", "deadlock", "lap")),
+    Bad("mma_role: move up tcgen05_commit(o_full)", ("uninitialised", "race")),
+    Bad("mma_role: delete mbarrier.wait(q_full, tile_phase)", ("race", "uninitialised")),
 ]
 
 FAMILY = Family("tmem_alias", CASES, bad=BAD)

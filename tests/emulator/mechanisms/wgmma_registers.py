@@ -146,7 +146,7 @@ CASES = [
 BAD = [
     Bad("attend_role: delete mbarrier.wait(q_full, q_phase)", ("deadlock", "lap", "race", "uninitialised")),
     Bad("attend_role: delete s = warpgroup_mma_wait(0, deps=(s_token,))", ("accumulator in flight",)),
-    Bad("attend_role: one more in warpgroup_mma_wait(0, deps=(o_token,))", ("race", "accumulator in flight")),
+    Bad("attend_role: one more in warpgroup_mma_wait(0, deps=(o_token,))", ("accumulator in flight", "race")),
     Bad("attend_role: move up mbarrier.arrive(empty.index(k_slot))", ("race",)),
     Bad("attend_role: no flip in q_phase = q_phase ^ 1", ("lap", "deadlock", "over-arrival", "race")),
     Bad("load_role: delete mbarrier.wait(q_empty, q_phase)", ("race", "over-arrival")),
