@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.emulator import UnknownBuiltin, emulate
 from jaggedtensor.kernels.emulator.errors import OutOfBounds, Outstanding, OverBudget, Uninitialised
 from jaggedtensor.kernels.emulator.language.blackwell import tensor_view
 from jaggedtensor.kernels.emulator.memory import Holder, Memory, View, row_major, strided_footprint
@@ -181,6 +181,31 @@ def test_a_ragged_descriptor_that_leaves_the_tensor_is_found():
         emulate(
             ragged_kernel, (1,), ragged(torch.zeros(64, 32)), ragged(torch.zeros(99, 32)), 60, 20, 0, num_warps=4
         ).raise_if_bad()
+
+
+@gluon.jit
+def relayout_kernel(source, out, R: gl.constexpr, C: gl.constexpr):
+    buffer = gl.allocate_shared_memory(gl.float32, source.block_shape, source.layout)
+    full = mbarrier.allocate_mbarrier()
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, source.nbytes_per_cta)
+    tma.async_load(source, [0, 0], full, buffer)
+    mbarrier.wait(full, 0)
+    other = buffer._reinterpret(gl.float32, [R, C], source.layout)
+    gl.store(out, gl.sum(gl.sum(other.load(LAYOUT), 1), 0))
+
+
+def test_bytes_read_in_another_layout_than_they_were_written_in_are_not_guessed():
+    """With 128 bytes of swizzling, rows of 64 fp32 are two panels, those of 32 one."""
+    source = TensorDescriptor.from_tensor(torch.ones(16, 64), [16, 64], SHARED.value)
+    with pytest.raises(UnknownBuiltin, match="where the bytes of buffer lie in another layout"):
+        emulate(relayout_kernel, (1,), source, torch.zeros(1), num_warps=4, R=32, C=32)
+    narrow = TensorDescriptor.from_tensor(torch.ones(16, 32), [16, 32], SHARED.value)
+    out = torch.zeros(1)
+    emulate(relayout_kernel, (1,), narrow, out, num_warps=4, R=8, C=32).raise_if_bad()
+    assert out.item() == 256
+    with pytest.raises(OutOfBounds, match=r"reinterprets buffer \(2048 bytes\) as \[17, 32\] of fp32"):
+        emulate(relayout_kernel, (1,), narrow, out, num_warps=4, R=17, C=32).raise_if_bad()
 
 
 # Judgement ----------------------------------------------------------------------------------------------------------

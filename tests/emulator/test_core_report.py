@@ -111,6 +111,14 @@ def test_the_timeline_has_a_column_for_each_role():
     assert any("wait full[0]" in line for line in lines)
 
 
+def test_the_timeline_can_be_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = doubled(order="late")[0].plot(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
+    rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert {"load_role/0", "load_role/0 engines", "double_role/0"} <= set(rows)
+
+
 def test_a_bad_report_says_what_who_and_where_and_raises_it():
     report, _, _ = doubled(early=True, order="random", seed=2)
     assert report.status == "race"

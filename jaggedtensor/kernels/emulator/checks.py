@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from jaggedtensor.kernels.emulator.errors import Finding
+from jaggedtensor.kernels.emulator.errors import Finding, UnknownBuiltin
 from jaggedtensor.kernels.emulator.memory import (
     GRANULE,
     Allocation,
@@ -152,13 +152,19 @@ def _subtract(records: list, footprint: Footprint) -> None:
     records[:] = [r for r in records if r.mask]
 
 
-def on_read(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
+def on_read(actor: Actor, allocation: Allocation, footprint: Footprint, form: Any = None) -> None:
     """A read: of bytes written, and by nobody who might still be writing."""
     clock = actor.clock
     fenced = actor.asynchronous and not allocation.memory.tensor  # tensor memory has no proxies
     for record in _overlapping(allocation.writes, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "reads", "writes")
+        elif form is not None and record.form is not None and form != record.form:
+            raise UnknownBuiltin(
+                f"where the bytes of {allocation.name} lie in another layout than they were written in: "
+                f"{record.form}, then {form}",
+                "memory.py",
+            )
         elif fenced and record.generic and not seen(actor.fenced, record.timeline, record.time):
             _unfenced(actor, allocation, record)
     if not allocation.covers(footprint):
@@ -175,7 +181,7 @@ def on_read(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
     reads.append(_record(actor, footprint))
 
 
-def on_write(actor: Actor, allocation: Allocation, footprint: Footprint) -> None:
+def on_write(actor: Actor, allocation: Allocation, footprint: Footprint, form: Any = None) -> None:
     """A write: after every access that is there, and of bytes that then are valid."""
     clock = actor.clock
     for record in _overlapping(allocation.writes, footprint):
@@ -187,7 +193,9 @@ def on_write(actor: Actor, allocation: Allocation, footprint: Footprint) -> None
     _subtract(allocation.writes, footprint)
     _subtract(allocation.reads, footprint)
     allocation.valid |= footprint.mask
-    allocation.writes.append(_record(actor, footprint))
+    record = _record(actor, footprint)
+    record.form = form
+    allocation.writes.append(record)
 
 
 def _record(actor: Actor, footprint: Footprint) -> Record:
@@ -217,13 +225,13 @@ def twin(view: View, memory: Memory) -> Allocation:
 
 def load(actor: Actor, view: View, memory: Memory):
     """Checked read: data in register types."""
-    on_read(actor, twin(view, memory), view.footprint())
+    on_read(actor, twin(view, memory), view.footprint(), view.form)
     return view.read(memory)
 
 
 def store(actor: Actor, view: View, memory: Memory, data) -> None:
     """Checked write."""
-    on_write(actor, twin(view, memory), view.footprint())
+    on_write(actor, twin(view, memory), view.footprint(), view.form)
     view.write(memory, data)
 
 

@@ -84,6 +84,7 @@ class Record:
     actor: str
     where: tuple
     generic: bool  # through the generic proxy (ordinary loads and stores), not by an engine
+    form: Any = None  # of the view
 
 
 @dataclass(eq=False)
@@ -180,11 +181,15 @@ class Holder:
 
 
 class View:
-    """Elements of a buffer by strides: `offset` in bytes, `strides` in elements."""
+    """Elements of a buffer by strides: `offset` in bytes, `strides` in elements.
 
-    __slots__ = ("dtype", "holder", "offset", "shape", "strides")
+    `form` says how a layout permutes the buffer's bytes, as far as it matters to reading them in another layout.
+    """
 
-    def __init__(self, holder: Holder, dtype, offset: int, shape, strides):
+    __slots__ = ("dtype", "form", "holder", "offset", "shape", "strides")
+
+    def __init__(self, holder: Holder, dtype, offset: int, shape, strides, form=None):
+        self.form = form
         self.holder = holder
         self.dtype = dtype
         self.offset = offset
@@ -229,17 +234,16 @@ class View:
             del shape[dim], strides[dim]
         else:
             shape[dim] = length
-        return View(self.holder, self.dtype, offset, shape, strides)
+        return View(self.holder, self.dtype, offset, shape, strides, self.form)
 
     def permuted(self, order) -> "View":
-        return View(
-            self.holder, self.dtype, self.offset, [self.shape[i] for i in order], [self.strides[i] for i in order]
-        )
+        shape, strides = [self.shape[i] for i in order], [self.strides[i] for i in order]
+        return View(self.holder, self.dtype, self.offset, shape, strides, self.form)
 
     def reshaped(self, shape) -> "View":
         """Another shape of the same elements in the same order; raises where strides cannot say it."""
         probe = torch.empty_strided(self.shape, self.strides, device="meta").view(list(shape))
-        return View(self.holder, self.dtype, self.offset, shape, probe.stride())
+        return View(self.holder, self.dtype, self.offset, shape, probe.stride(), self.form)
 
 
 class IndexedView(View):

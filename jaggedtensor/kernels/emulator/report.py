@@ -133,6 +133,34 @@ class Report:
             total.kinds += stats.kinds
         return list(merged.values())
 
+    def plot(self, path: Any = None, events: int = 400, program: Any = None):
+        """The first events of a program as bars, a row for each role and its engines. Needs matplotlib.
+
+        The axis counts events, not time: this is the order of things, not their duration.
+        """
+        from matplotlib.figure import Figure
+
+        program = program if program is not None else (self.events[0].program if self.events else ())
+        mine = [e for e in self.events if e.program == program][:events]
+        rows = list(dict.fromkeys((f"{e.role}/{e.cta}", e.end > e.start) for e in mine))
+        rows.sort()
+        kinds = list(dict.fromkeys(e.kind for e in mine))
+        figure = Figure(figsize=(14, 1 + 0.4 * len(rows)))
+        axes = figure.subplots()
+        for number, kind in enumerate(kinds):
+            chosen = [e for e in mine if e.kind == kind]
+            places = [rows.index((f"{e.role}/{e.cta}", e.end > e.start)) for e in chosen]
+            widths = [max(e.end - e.start, 0.8) for e in chosen]
+            axes.barh(places, widths, left=[e.start for e in chosen], color=f"C{number % 10}", label=kind, alpha=0.7)
+        axes.set_yticks(range(len(rows)), [name + (" engines" if engine else "") for name, engine in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("order of events")
+        axes.set_title(f"{self.kernel}, program {program}")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=8, fontsize="small")
+        if path is not None:
+            figure.savefig(path, bbox_inches="tight")
+        return figure
+
     def timeline(self, events: int = 80, program: Any = None) -> str:
         """The first events of a program, one a line, a column for each role; `-` while an engine works for it."""
         program = program if program is not None else (self.events[0].program if self.events else ())

@@ -82,6 +82,20 @@ def check_bytes(role: Role, view: View, name: str) -> None:
         )
 
 
+def form_of(layout, share, dtype):
+    """How a layout for the tensor cores permutes bytes: panels as wide as its swizzle, one after the other, and chunks
+    of 16 bytes within (PTX ISA, "Swizzling modes"). With one panel, how many rows there are does not matter. None for
+    layouts of other kinds."""
+    if not isinstance(layout, NVMMASharedLayout) or len(share) < 2:
+        return None
+    block = list(share[-layout.rank :])
+    if layout.transposed:
+        block.append(block.pop(0))
+    rows, row_bytes = math.prod(block[:-1]), block[-1] * STORAGE[dtype.name].itemsize
+    width = layout.swizzle_byte_width
+    return (width, row_bytes) if row_bytes <= max(width, 16) else (width, row_bytes, rows)
+
+
 class SharedDescriptor:
     """A buffer in shared memory, or a part of one. `shape` is that of the whole cluster, `view` one CTA's share."""
 
@@ -167,7 +181,7 @@ class SharedDescriptor:
         dtype, shape, layout = dtype or self.dtype, shape or self.shape, layout or self.layout
         bases = split_bases(layout, len(shape))
         share = split_shape(shape, bases)
-        view = View(self.view.holder, dtype, self.view.offset, share, row_major(share))
+        view = View(self.view.holder, dtype, self.view.offset, share, row_major(share), form_of(layout, share, dtype))
         check_bytes(current(), view, self.label)
         return SharedDescriptor(self.cta, view, shape, layout, shape, self.label)
 
@@ -289,7 +303,8 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
     for address in [a for a in role.cta.barriers if allocation.start <= a < allocation.start + size]:
         del role.cta.barriers[address]  # words of a buffer that is gone
     role.cluster.report.buffers[name] = max(size, role.cluster.report.buffers.get(name, 0))
-    view = View(Holder(allocation), element_ty, allocation.start, share, row_major(share))
+    form = form_of(layout, share, element_ty)
+    view = View(Holder(allocation), element_ty, allocation.start, share, row_major(share), form)
     descriptor = SharedDescriptor(role.cta, view, shape, layout)
     if value is not None:
         descriptor.store(value)
