@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from jaggedtensor.kernels.hopper.attention_fwd import launch as forward
-from jaggedtensor.kernels.hopper.attention_fwd.config import SHARED_MEMORY, select
+from jaggedtensor.kernels.hopper.attention_fwd.config import LOADING, budget, select
 from jaggedtensor.ops.attention import _window
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.launches import GPUS, _compiling_for
@@ -61,11 +61,21 @@ def compile_forward(monkeypatch, case):
     problem = replace(problem, device=H200)
     schedule = [torch.zeros(8, 8, dtype=torch.int32), torch.zeros(H200.processors + 1, dtype=torch.int32)]
     launches = []
-    monkeypatch.setattr(forward, "launch", lambda *args: launches.append(args))
+
+    class Recorder:
+        def __init__(self, kernel, options):
+            self.kernel, self.options = kernel, options
+
+        def launch(self, programs, descriptors, args, aligned):
+            assert aligned
+            launches.append((self, programs, [make() for _, make in descriptors], args))
+
+    monkeypatch.setattr(forward, "Variant", Recorder)
+    monkeypatch.setattr(forward, "_CALLS", {})
     forward.forward(AttentionArgs(problem, q, k, v, q_offsets, keys.offsets(), 0.1, False, True, schedule))
-    ((kernel, programs, _, descriptors, args, options),) = launches
+    ((variant, programs, descriptors, args),) = launches
     with _compiling_for(GPUTarget("cuda", 90, 32)):
-        made = kernel.warmup(*(make() for _, make in descriptors), *args, grid=(programs,), **options)
+        made = variant.kernel.warmup(*descriptors, *args, grid=(programs,), **variant.options)
     return made, select(problem)
 
 
@@ -108,10 +118,10 @@ def holds_product(code, begin, end):
 def test_forward_compiles_within_its_budgets(monkeypatch, case):
     """TUN-04: roles get the registers that they ask for, hot loops spill none, shared memory is what was estimated."""
     made, config = compile_forward(monkeypatch, case)
-    assert made.metadata.shared <= config.shared_memory <= SHARED_MEMORY
+    assert made.metadata.shared <= config.shared_memory <= budget(config.ctas)
     # Asking for more than there is drops every request, silently.
     asked = set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+);", made.asm["ptx"])))
-    assert {config.consumer_registers, 24} <= asked, asked
+    assert {config.registers, LOADING} <= asked, asked
     loops = loops_with_products(made.asm["cubin"])
     assert len(loops) >= config.consumers
     for body in loops:

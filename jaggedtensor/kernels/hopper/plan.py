@@ -49,7 +49,7 @@ def plan_forward(
         group=config.group,
         block_q=config.block_m,
         block_kv=config.block_n,
-        workers=problem.device.processors,
+        workers=problem.device.processors * config.ctas,
         left=problem.left,
         right=problem.right,
         tile_cost=config.tile_cost,

@@ -1,27 +1,81 @@
 """Launching a compiled Gluon variant directly: its arguments are not bound anew, and tensor maps are kept.
 
-Triton binds the arguments of a launch, specialises on them, and encodes a map for each descriptor, every time: some 60
-microseconds for four of them, where the launch itself takes five. Here the caller says by a key what the compiled code
-depends on, and by another what each map does.
+Triton binds the arguments of a launch, specialises on them, asks the driver whose each pointer is, and encodes a map
+for each descriptor, every time: some 100 microseconds in all, where the launch itself takes five.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from jaggedtensor.kernels.shared.dsl import TensorDescriptor
 
-MOST_MAPS = 4096
+MOST_MAPS = 1024
 Descriptor = tuple[Hashable, Callable[[], TensorDescriptor]]  # all that its map depends on; what makes it
 
-_VARIANTS: dict[Hashable, _Variant] = {}
-_MAPS: dict[Hashable, tuple[Any, ...]] = {}
+
+class Variant:
+    """A kernel compiled for what stays the same from call to call: the types, the constants, the device.
+
+    Args:
+        kernel: as Gluon's decorator made it; descriptors are its first arguments.
+        options: of a launch.
+    """
+
+    def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
+        self.kernel, self.options = kernel, options
+        self._compiled: Any = None
+        self._maps: dict[Hashable, Sequence[Any]] = {}
+
+    def launch(
+        self, programs: int, descriptors: Sequence[Descriptor], args: Sequence[Any], aligned: bool = True
+    ) -> None:
+        """`kernel[(programs,)](*descriptors, *args, **options)` on the current device and stream.
+
+        aligned: whether all pointers are multiples of 16 bytes. Others are rare, and launched as Triton does.
+        """
+        if self._compiled is None or not aligned:
+            compiled = self.kernel[(programs,)](*(make() for _, make in descriptors), *args, **self.options)
+            if aligned:
+                self._read(compiled)
+        elif not self._plain or _watched():
+            self._compiled[(programs, 1, 1)](*(make() for _, make in descriptors), *args)
+        else:
+            arguments: list[Any] = []
+            for i, (key, make) in enumerate(descriptors):
+                known = self._maps.get((i, key))
+                arguments += self._encode(i, key, make) if known is None else known
+            arguments += [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
+            stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+            driver.active.utils.launch(programs, 1, 1, stream, *self._fixed, tuple(arguments))
+
+    def _encode(self, i: int, key: Hashable, make: Callable[[], TensorDescriptor]) -> Sequence[Any]:
+        """A map, and the shape and strides that are arguments beside it."""
+        if len(self._maps) >= MOST_MAPS:
+            self._maps.clear()
+        made = nvidia.make_tensordesc_arg(make(), self._compiled.metadata.tensordesc_meta[i], None)
+        self._maps[i, key] = made
+        return made
+
+    def _read(self, compiled: Any) -> None:
+        """What Triton hands to the driver besides the arguments."""
+        self._compiled, run = compiled, compiled.run
+        scratch = run.global_scratch_size or run.profile_scratch_size
+        self._plain = not scratch and not knobs.compilation.instrumentation_mode
+        kind = (run.launch_cooperative_grid, run.launch_pdl)
+        no_hooks_nor_scratch = (None, None, None, None, None)
+        types = (run.arg_annotations, run.kernel_signature)
+        self._fixed = (compiled.function, *kind, compiled.packed_metadata, *no_hooks_nor_scratch, *types)
+
+
+_VARIANTS: dict[Hashable, Variant] = {}
 
 
 def launch(
@@ -32,62 +86,15 @@ def launch(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """`kernel[(programs,)](*descriptors, *args, **options)`.
+    """`kernel[(programs,)](*descriptors, *args, **options)` on the current device and stream.
 
-    `key` says all that Triton specialises on but for the descriptors' maps; None: Triton looks for itself. Launches on
-    the current device and stream.
+    `key` says all that Triton specialises on but for the descriptors' maps; None: Triton looks for itself.
     """
-    if key is None:
-        kernel[(programs,)](*(make() for _, make in descriptors), *args, **options)
-        return
-    device = torch.cuda.current_device()
-    key = (kernel, device, key)
-    variant = _VARIANTS.get(key)
+    place = (kernel, torch.cuda.current_device(), key)
+    variant = _VARIANTS.get(place)
     if variant is None:
-        compiled = kernel[(programs,)](*(make() for _, make in descriptors), *args, **options)
-        _VARIANTS[key] = _Variant(compiled)
-    else:
-        variant.launch(programs, device, descriptors, args)
-
-
-class _Variant:
-    """A compiled kernel whose first arguments are descriptors."""
-
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-        run, metadata = compiled.run, compiled.metadata
-        self.maps = list(metadata.tensordesc_meta)
-        # What Triton passes to the driver before the arguments, and after grid, stream, function and grid kind.
-        self.fixed = (
-            run.launch_cooperative_grid,
-            run.launch_pdl,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
-        self.types = (run.arg_annotations, run.kernel_signature)
-        scratch = run.global_scratch_size or run.profile_scratch_size
-        self.plain = not scratch and not knobs.compilation.instrumentation_mode
-
-    def launch(self, programs: int, device: int, descriptors: tuple[Descriptor, ...], args: tuple[Any, ...]) -> None:
-        if not self.plain or _watched():
-            self.compiled[(programs, 1, 1)](*(make() for _, make in descriptors), *args)
-            return
-        arguments: list[Any] = []
-        for i, (key, make) in enumerate(descriptors):
-            place = (key, device)
-            entry = _MAPS.get(place)
-            if entry is None:
-                if len(_MAPS) >= MOST_MAPS:
-                    _MAPS.clear()
-                entry = _MAPS[place] = tuple(nvidia.make_tensordesc_arg(make(), self.maps[i], None))
-            arguments += entry
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        function = self.compiled.function
-        driver.active.utils.launch(programs, 1, 1, stream, function, *self.fixed, *self.types, (*arguments, *args))
+        variant = _VARIANTS[place] = Variant(kernel, options)
+    variant.launch(programs, descriptors, args, key is not None)
 
 
 def _watched() -> bool:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
 ROWS = 64  # packed query rows of a consumer: what one warpgroup's MMA takes
-SHARED_MEMORY = 232448  # bytes that a CTA may use
+SHARED_MEMORY = 233472  # bytes of a multiprocessor
+RESERVED = 1024  # of them for each CTA
 ROLES_STATE = 512  # bytes that the compiler adds for roles, at most
+MOST_STAGES = 8
+
+# Registers of a thread by (consumers, CTAs of a multiprocessor): of all at first, 65536 in all, and of consumers but
+# the first once the roles have shared them out. Loading takes 24, the first consumer what is left. A sum that is too
+# large would drop every request, without a word.
+LOADING = 24
+REGISTERS = {(1, 1): (168, LOADING), (1, 2): (128, LOADING), (2, 1): (168, 240), (2, 2): (80, 104), (3, 1): (128, 160)}
 
 
 @dataclass(frozen=True)
@@ -17,11 +26,13 @@ class Config:
     """Passed to the kernel whole, as one constexpr."""
 
     consumers: int  # warpgroups, each of 64 rows
+    ctas: int  # of a multiprocessor
     block_n: int  # keys
     q_stages: int
     kv_stages: int
     tma_store: bool = True  # O leaves by TMA: not where rows of a tile are nobody's, beside heads of the next group
     stage_in_q: bool = False  # and through the buffer that Q came in, so no query stays for several tiles
+    crosses: bool = True  # the last product of a tile is issued beside the first scores of the next
     block_d: int = 64  # D, rounded up to a power of two; the columns past D are zeros
     block_dv: int = 64
     block_m: int = 64  # packed query rows of a CTA
@@ -37,74 +48,84 @@ class Config:
     right: bool = False
     windowed: bool = False
     masked: bool = False  # by a list of blocks
-    tile_cost: int = 1  # what starting and finishing a tile costs, in KV blocks
+    registers: int = LOADING  # of a thread of a consumer but the first
+    tile_cost: int = 2  # what starting and finishing a tile costs, in KV blocks
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Of a launch. Registers of a thread, which the roles then share out: see the end of device.py."""
-        registers = {1: 128, 2: 168, 3: 128}[self.consumers]
-        return {"num_warps": 4, "maxnreg": registers, "enable_fp_fusion": True}
-
-    @property
-    def consumer_registers(self) -> int:
-        """Of a thread of a consumer that is not the first: as the end of device.py asks for."""
-        return {1: 24, 2: 240, 3: 160}[self.consumers]
+        """Of a launch."""
+        return {"num_warps": 4, "maxnreg": REGISTERS[self.consumers, self.ctas][0], "enable_fp_fusion": True}
 
     @property
     def shared_memory(self) -> int:
         """Bytes, at most: Q, the rings of K and V, staging for O, and mbarriers (each padded to 16 bytes)."""
-        q = self.q_stages * self.block_m * self.block_d
         kv = self.kv_stages * self.block_n * (self.block_d + self.block_dv)
-        out = self.block_m * self.block_dv if self.tma_store and not self.stage_in_q else 0
         barriers = 2 * self.q_stages + 4 * self.kv_stages
-        return 2 * (q + kv + out) + 16 * barriers + ROLES_STATE
+        return 2 * (_of_queries(self) + kv) + 16 * barriers + ROLES_STATE
+
+
+def _of_queries(config: Config) -> int:
+    """Elements of Q and of staging for O."""
+    out = config.block_dv if config.tma_store and not config.stage_in_q else 0
+    return config.block_m * (config.q_stages * config.block_d + out)
+
+
+def budget(ctas: int) -> int:
+    """Bytes of shared memory for each of so many CTAs."""
+    return SHARED_MEMORY // ctas - RESERVED
 
 
 def block_of(dim: int) -> int:
+    """The width of a block in shared memory."""
     return max(64, 1 << (dim - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=512)
-def select(
-    problem: AttentionProblem, consumers: int = 0, block_n: int = 0, q_stages: int = 0, kv_stages: int = 0
-) -> Config:
-    """A pure function of the problem."""
-    d, dv = block_of(problem.head_dim), block_of(problem.value_dim)
-    wide, group = max(d, dv), 1 << (problem.group - 1).bit_length()
-    rows = None if problem.q_len is None else problem.q_len * group
-    broadcast = problem.query is QueryKind.BROADCAST
-    consumers = consumers or (1 if rows is not None and rows <= ROWS else 2)
-    block_n = block_n or (64 if broadcast or wide > 128 else 128)
-    q_stages = q_stages or (1 if wide > 128 else 2)
-    tma_store = group == problem.group
+def select(problem: AttentionProblem, **chosen: int) -> Config:
+    """A pure function of the problem. `chosen` fields are taken as they are, for measurements."""
+    d, dv, group = block_of(problem.head_dim), block_of(problem.value_dim), 1 << (problem.group - 1).bit_length()
+    wide, rows = max(d, dv), None if problem.q_len is None else problem.q_len * group
+    broadcast, tma_store = problem.query is QueryKind.BROADCAST, group == problem.group
     stage_in_q = tma_store and d == dv == 256
-    block_m = ROWS * consumers
-    if not kv_stages:
-        fixed = 2 * block_m * (q_stages * d + dv * (tma_store and not stage_in_q)) + 1024
-        kv_stages = min(8, (SHARED_MEMORY - fixed) // (2 * block_n * (d + dv)))
-    config = Config(
-        consumers,
-        block_n,
-        q_stages,
-        kv_stages,
-        tma_store,
-        stage_in_q,
-        d,
-        dv,
-        block_m,
-        problem.group,
-        group,
-        problem.q_heads,
-        problem.value_dim,
-        1 if rows is None else -(-rows // block_m),
-        broadcast,
-        broadcast and not stage_in_q,
-        problem.query is QueryKind.JAGGED,
-        problem.left != UNLIMITED,
-        problem.right != UNLIMITED,
-        problem.windowed,
-        problem.masked,
+    consumers = chosen.get("consumers", 1 if rows is not None and rows <= ROWS else 2)
+    q_blocks = 1 if rows is None else -(-rows // (ROWS * consumers))
+    ctas = chosen.get("ctas", 1)
+    # A query that stays for good needs no second buffer: each CTA has one head, see schedules.deal.
+    stays = broadcast and q_blocks == 1 and problem.device.processors * ctas % problem.kv_heads == 0
+    short = broadcast and q_blocks == 1
+    block_n = chosen.get("block_n", 64 if short or wide > 128 else 128)
+    q_stages = chosen.get("q_stages", 1 if stays or wide > 128 else 2)
+    fields: dict[str, Any] = dict(
+        consumers=consumers,
+        ctas=ctas,
+        block_n=block_n,
+        q_stages=q_stages,
+        kv_stages=0,
+        tma_store=tma_store,
+        stage_in_q=stage_in_q,
+        crosses=not stage_in_q,
+        block_d=d,
+        block_dv=dv,
+        block_m=ROWS * consumers,
+        heads=problem.group,
+        group=group,
+        q_heads=problem.q_heads,
+        value_dim=problem.value_dim,
+        q_blocks=q_blocks,
+        broadcast=broadcast,
+        resident=broadcast and not stage_in_q,
+        jagged=problem.query is QueryKind.JAGGED,
+        left=problem.left != UNLIMITED,
+        right=problem.right != UNLIMITED,
+        windowed=problem.windowed,
+        masked=problem.masked,
+        registers=REGISTERS[consumers, ctas][1],
     )
+    fields |= chosen
+    if "kv_stages" not in chosen:
+        room = budget(ctas) - Config(**fields).shared_memory - 64 * MOST_STAGES
+        fields["kv_stages"] = min(MOST_STAGES, room // (2 * block_n * (d + dv)))
+    config = Config(**fields)
     assert config.kv_stages >= 2, config
-    assert config.shared_memory <= SHARED_MEMORY, config
+    assert config.shared_memory <= budget(ctas), config
     return config

@@ -4,9 +4,10 @@
     consumer 0      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  64 packed rows of the tile; wgmma
     consumer 1      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  the next 64
 
-S(j+1) is issued before P(j) V(j), and the softmax of S(j+1) runs while that product does. P stays in registers. Blocks
-of keys are walked from the last to the first: the one that the sequence's end cuts is peeled off in front, and the loop
-has no mask (but for windows, whose edges get loops of their own). A block mask is a list of the blocks to walk.
+S(j+1) is issued before P(j) V(j), and the softmax of S(j+1) runs while that product does. So it goes on from a tile to
+the next, whose first scores are issued before the last product of the one before. P stays in registers. Blocks of keys
+are walked from the last to the first: the one that the sequence's end cuts is peeled off in front, and the loop has no
+mask (but for windows, whose edges get loops of their own). A block mask is a list of the blocks to walk.
 
 K and V come through descriptors that end where the sequence ends, so rows of a neighbour are zeros. Q stays where it is
 as long as tiles have the same one, as a broadcast query of one head.
@@ -23,10 +24,10 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma_wait,
 )
 from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
-from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel
+from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
-from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block
-from jaggedtensor.kernels.shared.walk import Schedule, my_range, start_walk
+from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block, sums_by_thread
+from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, start_walk
 
 visible = gluon.jit(masks.visible.fn)
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
@@ -85,23 +86,75 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
 
 
 @aggregate
-class Edge:
-    """What decides which keys the rows of a tile see."""
+class View:
+    """The rows of a tile that a consumer has, and what decides which keys they see."""
 
     schedule: Schedule
-    i: gl.tensor  # [64]: query within the sequence
-    k_count: gl.tensor
-    shift: gl.tensor  # Lk - Lq
+    tile: Tile
+    span: Span
+    first: gl.tensor  # packed row of the sequence that is row 0 here
     left: gl.tensor
     right: gl.tensor
 
     @gluon.jit
-    def masked(self, score, block, C: gl.constexpr):
+    def masked(self, score, place, C: gl.constexpr):
+        """-inf for what is past the last key or hidden by the window."""
+        block = self.schedule.block(place)
         j = block * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, score.type.layout))
-        seen = (j < self.k_count)[None, :]
+        seen = (j < self.span.k_count)[None, :]
         if C.windowed:
-            seen = seen & visible(self.i[:, None], j[None, :], self.shift, (self.left, self.right), C)
+            i = (self.first + gl.arange(0, ROWS, gl.SliceLayout(1, score.type.layout))) // C.group
+            shift = self.span.k_count - self.span.q_count
+            seen = seen & visible(i[:, None], j[None, :], shift, (self.left, self.right), C)
         return gl.where(seen, score, float("-inf"))
+
+    @gluon.jit
+    def unmasked(self, C: gl.constexpr):
+        """The range of places below the last whose blocks all rows see whole."""
+        low, high = self.tile.kv_begin, self.tile.kv_end - 1
+        if C.windowed and C.masked:  # a list of blocks has no such range
+            high = low
+        elif C.windowed:
+            last = gl.minimum((self.first + ROWS - 1) // C.group, self.span.q_count - 1)
+            shift = self.span.k_count - self.span.q_count
+            window = (self.left, self.right)
+            low, high = blocks_seen_by_all(self.first // C.group, last, self.span.k_count, shift, window, low, high, C)
+        return low, high
+
+
+@gluon.jit
+def view_of(walk, part, window, C: gl.constexpr):
+    first = walk.tile.q_block * C.block_m + part * ROWS
+    return View(walk.schedule, walk.tile, walk.span, first, window[0], window[1])
+
+
+@gluon.jit
+def has_rows(view, C: gl.constexpr):
+    return view.first < view.span.q_count * C.group
+
+
+@aggregate
+class Query:
+    """The Q that a consumer holds."""
+
+    slot: Slot
+    at: Counter  # of the next
+    held: gl.tensor  # its number, -1 before the first
+
+
+@gluon.jit
+def query_for(query, view, channels, part: gl.constexpr, C: gl.constexpr):
+    """The Q of a tile: the one at hand if it is the same, else the next of the channel."""
+    number = query_of(view.tile, C)
+    if not C.resident or number != query.held:
+        if query.held >= 0:
+            if C.stage_in_q:
+                tma.store_wait(0)  # O of the tile before has left it
+            query.slot.release()
+        slot = channels.q.slot(query.at, part)
+        _, at = channels.q.acquire_full(query.at)
+        query = Query(slot, at, number)
+    return query
 
 
 @aggregate
@@ -115,8 +168,8 @@ class Work:
 
 
 @gluon.jit
-def scores(q, k):
-    """Issue Q K^T."""
+def issue_scores(q, k):
+    """Q K^T [64, N], in flight."""
     N: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     nothing = gl.zeros([ROWS, N], gl.float32, layout)
@@ -137,16 +190,43 @@ def by_row(x, acc):
 
 
 @gluon.jit
-def step(work, q, channels, scale, edge, place, C: gl.constexpr, MASK: gl.constexpr):
+def no_output(C: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_dv, 16])
+    return gl.zeros([ROWS, C.block_dv], gl.float32, layout)
+
+
+@gluon.jit
+def no_work(channels, dtype: gl.constexpr, C: gl.constexpr):
+    """What a consumer carries before its first tile."""
+    N: gl.constexpr = C.block_n
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    acc, p = no_output(C), gl.zeros([ROWS, N], gl.float32, layout)
+    rows = Rows(gl.max(p, 1), sums_by_thread(p))
+    return Work(rows, as_operand(p, dtype, acc), acc, Ring(channels.k.start(), channels.v.start()))
+
+
+@gluon.jit
+def open_tile(ring, query, view, channels, scale, C: gl.constexpr):
+    """The first block of a tile, by itself."""
+    k_slot, k_at = channels.k.acquire_full(ring.k)
+    score = warpgroup_mma_wait(0, deps=(issue_scores(query.slot.buffer, k_slot.buffer),))
+    k_slot.release()
+    p, rows = first_block(view.masked(score, view.tile.kv_end - 1, C), scale, C.windowed)
+    acc = no_output(C)
+    return Work(rows, as_operand(p, query.slot.buffer.dtype, acc), acc, Ring(k_at, ring.v))
+
+
+@gluon.jit
+def step(work, query, view, place, channels, scale, C: gl.constexpr, MASK: gl.constexpr):
     """One more block of keys, at a place of the tile's range: its scores, and the product of the block before."""
     k_slot, k_at = channels.k.acquire_full(work.ring.k)
-    score = scores(q, k_slot.buffer)
+    score = issue_scores(query.slot.buffer, k_slot.buffer)
     v_slot, v_at = channels.v.acquire_full(work.ring.v)
     acc = warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
     if MASK:
-        score = edge.masked(score, edge.schedule.block(place), C)
+        score = view.masked(score, place, C)
     p, fade, rows = next_block(work.rows, score, scale, C.windowed)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
@@ -155,47 +235,48 @@ def step(work, q, channels, scale, edge, place, C: gl.constexpr, MASK: gl.conste
 
 
 @gluon.jit
-def attend(q, schedule, channels, ring, tile, span, first, scale, window, C: gl.constexpr):
-    """All keys of a tile for the 64 packed rows from `first` on: acc [64, Dv], rows, and the ring."""
-    N: gl.constexpr = C.block_n
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_dv, 16])
-    i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, score_layout))) // C.group
-    edge = Edge(schedule, i, span.k_count, span.k_count - span.q_count, window[0], window[1])
-    top = tile.kv_end - 1
-
-    k_slot, k_at = channels.k.acquire_full(ring.k)
-    score = warpgroup_mma_wait(0, deps=(scores(q, k_slot.buffer),))
-    k_slot.release()
-    p, rows = first_block(edge.masked(score, schedule.block(top), C), scale, C.windowed)
-    acc = gl.zeros([ROWS, C.block_dv], gl.float32, acc_layout)
-    work = Work(rows, as_operand(p, q.dtype, acc), acc, Ring(k_at, ring.v))
-
-    low, high = tile.kv_begin, top  # blocks low .. high - 1 need no mask
-    if C.windowed and C.masked:  # a list of blocks has no range that all rows see
-        low, high = tile.kv_begin, tile.kv_begin
-    elif C.windowed:
-        q_first, q_last = (first // C.group, gl.minimum((first + ROWS - 1) // C.group, span.q_count - 1))
-        low, high = blocks_seen_by_all(
-            q_first, q_last, span.k_count, edge.shift, (window[0], window[1]), tile.kv_begin, top, C
-        )
+def steps(work, query, view, channels, scale, C: gl.constexpr):
+    """All blocks of a tile but the first."""
+    begin, top = view.tile.kv_begin, view.tile.kv_end - 1
+    low, high = view.unmasked(C)
     if C.windowed:
         for n in range(top - high):
-            work = step(work, q, channels, scale, edge, top - 1 - n, C, True)
+            work = step(work, query, view, top - 1 - n, channels, scale, C, True)
     for n in range(high - low):
-        work = step(work, q, channels, scale, edge, high - 1 - n, C, False)
+        work = step(work, query, view, high - 1 - n, channels, scale, C, False)
     if C.left:
-        for n in range(low - tile.kv_begin):
-            work = step(work, q, channels, scale, edge, low - 1 - n, C, True)
-
-    v_slot, v_at = channels.v.acquire_full(work.ring.v)
-    acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True),))
-    v_slot.release()
-    return acc, work.rows, Ring(work.ring.k, v_at)
+        for n in range(low - begin):
+            work = step(work, query, view, low - 1 - n, channels, scale, C, True)
+    return work
 
 
 @gluon.jit
-def pass_by(channels, ring, tile):
+def cross(work, query, view, channels, scale, C: gl.constexpr):
+    """From one tile to the next, whose view and query these are: the last product of the one beside the first scores
+    of the other. What the one comes to, and the work on the other."""
+    k_slot, k_at = channels.k.acquire_full(work.ring.k)
+    score = issue_scores(query.slot.buffer, k_slot.buffer)
+    v_slot, v_at = channels.v.acquire_full(work.ring.v)
+    acc = warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    k_slot.release()
+    p, rows = first_block(view.masked(score, view.tile.kv_end - 1, C), scale, C.windowed)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    v_slot.release()
+    return acc, Work(rows, as_operand(p, work.p.dtype, acc), no_output(C), Ring(k_at, v_at))
+
+
+@gluon.jit
+def close_tile(work, channels):
+    """The last product of a tile, by itself."""
+    v_slot, v_at = channels.v.acquire_full(work.ring.v)
+    acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True),))
+    v_slot.release()
+    return acc, Ring(work.ring.k, v_at)
+
+
+@gluon.jit
+def pass_by(ring, tile, channels):
     """Release the blocks of a tile in which this consumer has no row."""
     k_at, v_at = ring.k, ring.v
     for _ in range(tile.kv_end - tile.kv_begin):
@@ -207,53 +288,58 @@ def pass_by(channels, ring, tile):
 
 
 @gluon.jit
-def finish(acc, rows, staging, results, tile, span, first, scale, C: gl.constexpr):
+def finish(acc, rows, staging, results, view, scale, C: gl.constexpr):
     """O, by TMA through the staging buffer, and lse."""
     norm = gl.convert_layout(gl.sum(rows.norm, 1), rows.peak.type.layout)
     some = norm > 0
     norm = gl.where(some, norm, 1.0)
     out = acc * by_row(1.0 / norm, acc)
     if C.tma_store:
+        if not C.stage_in_q:
+            tma.store_wait(0)  # the tile before has left it
         staging.store(out.to(staging.dtype))
         fence_async_shared()
-        place = ragged_place(span.q_start, span.q_count, first // C.group, tile.head * C.heads)
+        span = view.span
+        place = ragged_place(span.q_start, span.q_count, view.first // C.group, view.tile.head * C.heads)
         tma.async_store(results.desc, place, staging)
     else:
-        store_by_pointers(results, out, tile, span, first, C)
+        store_by_pointers(results, out, view.tile, view.span, view.first, C)
     natural = (rows.peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
-    store_statistics(results, gl.where(some, natural, float("-inf")), tile, span, first, C)
+    natural = gl.where(some, natural, float("-inf"))
+    store_statistics(results, natural, view.tile, view.span, view.first, C)
 
 
 @gluon.jit
 def consume_role(part: gl.constexpr, schedule, channels, results, scale, window, C: gl.constexpr):
     begin, end = my_range(schedule)
     walk = start_walk(schedule, begin, end)
-    q_at = channels.q.start()
-    ring = Ring(channels.k.start(), channels.v.start())
-    q_slot = channels.q.slot(q_at, part)
-    held = -1
+    at = channels.q.start()
+    query = Query(channels.q.slot(at, part), at, gl.to_tensor(-1))
+    work = no_work(channels, query.slot.buffer.dtype, C)
+    opened = gl.to_tensor(False)  # whether the tile at hand has been begun beside the end of the one before
     for t in range(begin, end):
-        tile, span = walk.tile, walk.span
-        if not C.resident or query_of(tile, C) != held:
-            if held >= 0:
-                if C.stage_in_q:
-                    tma.store_wait(0)  # O of the tile before has left it
-                q_slot.release()
-            q_slot = channels.q.slot(q_at, part)
-            _, q_at = channels.q.acquire_full(q_at)
-            held = query_of(tile, C)
-        first = tile.q_block * C.block_m + part * ROWS
-        if first < span.q_count * C.group:
-            acc, rows, ring = attend(q_slot.buffer, schedule, channels, ring, tile, span, first, scale, window, C)
-            if C.stage_in_q or not C.tma_store:
-                staging = q_slot.buffer
-            else:
-                staging = channels.out.index(part)
-                tma.store_wait(0)  # the tile before has left it
-            finish(acc, rows, staging, results, tile, span, first, scale, C)
-        else:
-            ring = pass_by(channels, ring, tile)
+        view = view_of(walk, part, window, C)
         walk = walk.next(t)
+        if has_rows(view, C):
+            if not opened:
+                query = query_for(query, view, channels, part, C)
+                work = open_tile(work.ring, query, view, channels, scale, C)
+            work = steps(work, query, view, channels, scale, C)
+            rows, staging = work.rows, query.slot.buffer
+            if C.tma_store and not C.stage_in_q:
+                staging = channels.out.index(part)
+            after = view_of(walk, part, window, C)
+            opened = (t + 1 < end) & has_rows(after, C) & C.crosses
+            if opened:
+                query = query_for(query, after, channels, part, C)
+                acc, work = cross(work, query, after, channels, scale, C)
+            else:
+                acc, ring = close_tile(work, channels)
+                work = Work(rows, work.p, no_output(C), ring)
+            finish(acc, rows, staging, results, view, scale, C)
+        else:
+            work = Work(work.rows, work.p, work.acc, pass_by(work.ring, view.tile, channels))
+            opened = gl.to_tensor(False)
     tma.store_wait(0)
 
 
@@ -314,7 +400,7 @@ def forward_kernel(
                 (load_role, (schedule, (q, k, v), channels, C)),
             ],
             [4, 1],
-            [240, 24],
+            [C.registers, 24],
         )
     else:
         gl.warp_specialize(
@@ -325,5 +411,5 @@ def forward_kernel(
                 (load_role, (schedule, (q, k, v), channels, C)),
             ],
             [4, 4, 1],
-            [160, 160, 24],
+            [C.registers, C.registers, 24],
         )

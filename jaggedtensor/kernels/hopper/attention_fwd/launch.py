@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
 from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel
-from jaggedtensor.kernels.shared.direct import launch
+from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
 from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
 from jaggedtensor.problem import AttentionArgs
 
 SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
+MANY = 512
+
+
+class Call(NamedTuple):
+    """What calls of the same problem, strides and scale have in common."""
+
+    variant: Variant
+    blocks: tuple[tuple[int, int, int], ...]  # of q, k, v and out: rows, heads, columns
+    steps: tuple[int, int, int]  # of lse: batch, row, head
+    ends: tuple[Any, ...]  # the last arguments
+
+
+_CALLS: dict[Any, Call] = {}  # a model has a few
 
 
 def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
@@ -24,60 +37,54 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     query for a negative scale.
     """
     problem, (tiles, worker_offsets, *listed) = args.problem, args.schedule
-    variant = (problem, config)
-    config = select(problem) if config is None else config
     q, k, v = (x if takes(x) else x.contiguous() for x in (args.q, args.k, args.v))
     if args.scale < 0:
         q = -q
+    q_offsets, k_offsets = args.q_offsets, args.k_offsets
     with device_of(k):
         out, lse = outputs(args)
         if out.numel() == 0 or not tiles.shape[0]:
             return out, lse
-        heads, rows = config.group, ROWS // config.group
-        q_flat = q if q.dim() == 3 else q.flatten(0, 1)
-        out_flat = out if out.dim() == 3 else out.flatten(0, 1)
-        batch, head, row = lse.stride() if lse.dim() == 3 else (0, lse.stride(1), lse.stride(0))
-        scale = max(abs(args.scale) * math.log2(math.e), SMALLEST_SCALE)
-        launch(
-            forward_kernel,
+        if q.dim() == 4:
+            q = q.flatten(0, 1)
+        rows = out if out.dim() == 3 else out.flatten(0, 1)
+        places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
+        places |= 0 if q_offsets is None else q_offsets.data_ptr()
+        key = (
+            problem, config, k.device, args.scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
+            rows.shape[0] == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
+        )  # fmt: skip
+        call = _CALLS.get(key)
+        if call is None:
+            if len(_CALLS) > MANY:
+                _CALLS.clear()
+            call = _CALLS[key] = _prepare(args, lse, select(problem) if config is None else config)
+        descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, rows), call.blocks, strict=True)]
+        call.variant.launch(
             worker_offsets.shape[0] - 1,
-            _key(variant, args),
-            (
-                ragged(q_flat, rows, heads, config.block_d),
-                ragged(k, config.block_n, 1, config.block_d),
-                ragged(v, config.block_n, 1, config.block_dv),
-                ragged(out_flat, rows, heads, config.block_dv),
-            ),
-            (
-                out,
-                lse,
-                batch,
-                row,
-                head,
-                tiles,
-                worker_offsets,
-                listed[0] if listed else None,
-                args.q_offsets,
-                args.k_offsets,
-                problem.q_len or 0,
-                scale,
-                2.0 ** round(math.log2(scale)),
-                problem.left,
-                problem.right,
-                config,
-            ),
-            config.options,
+            descriptors,
+            (out, lse, *call.steps, tiles, worker_offsets, *(listed or _NOTHING), q_offsets, k_offsets, *call.ends),
+            not places % 16,
         )
     return out, lse
 
 
-def _key(variant: Hashable, args: AttentionArgs) -> Hashable | None:
-    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    places = args.k_offsets.data_ptr()
-    for x in args.schedule:
-        places |= x.data_ptr()
-    q_type = None
-    if args.q_offsets is not None:
-        places |= args.q_offsets.data_ptr()
-        q_type = args.q_offsets.dtype
-    return None if places % 16 else (variant, args.k_offsets.dtype, q_type)
+_NOTHING = (None,)
+
+
+def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
+    """Its shape and strides are the call's."""
+    return x.data_ptr(), lambda: ragged(x, *block)[1]()
+
+
+def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
+    problem = args.problem
+    steps = (lse.stride(0), lse.stride(2), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0), lse.stride(1))
+    scale = max(abs(args.scale) * math.log2(math.e), SMALLEST_SCALE)
+    query = (ROWS // config.group, config.group)
+    key = (config.block_n, 1)
+    d, dv = config.block_d, config.block_dv
+    blocks = ((*query, d), (*key, d), (*key, dv), (*query, dv))
+    coarse = 2.0 ** round(math.log2(scale))
+    ends = (problem.q_len or 0, scale, coarse, problem.left, problem.right, config)
+    return Call(Variant(forward_kernel, config.options), blocks, steps, ends)
