@@ -121,7 +121,7 @@ def run(case: Case, order: str, seed: int, **changes):
         seed=seed,
     )
     report.raise_if_bad()
-    assert report.shared_peak <= config.shared_memory <= configuration.SHARED_MEMORY
+    assert report.shared_peak <= configuration.SHARED_MEMORY
     total = shares.view(case.kv_heads, config.workers, -1, config.block_d).sum(1)[:, : case.q_len * case.group]
     got_dq = total[:, :, : case.dim].unflatten(1, (case.q_len, case.group)).transpose(0, 1).flatten(1, 2)
     for name, got, wanted in (("dq", got_dq, dq), ("dk", got_dk[:tokens], dk), ("dv", got_dv[:tokens], dv)):
@@ -154,6 +154,6 @@ def test_parts_of_a_long_query_add_up_in_their_order():
 
 
 def test_rings_of_any_depth():
-    for stages in (2, 3, 5):
+    for k_stages, v_stages in ((2, 1), (2, 2), (8, 4)):
         for order, seed in schedules(1):
-            run(Case((600, 3), dim=64), order, seed, stages=stages)
+            run(Case((600, 3), dim=64), order, seed, k_stages=k_stages, v_stages=v_stages)

@@ -18,7 +18,8 @@ class Config:
     """Passed to the kernel whole, as one constexpr."""
 
     block_n: int  # keys
-    stages: int  # of the rings of K and V
+    k_stages: int  # of the ring of K, whose tiles stay a step longer than those of V
+    v_stages: int
     block_d: int  # D rounded up to 64 or 128; the columns past D are zeros
     block_dv: int
     group: int  # query heads that share one of keys
@@ -35,8 +36,9 @@ class Config:
     def shared_memory(self) -> int:
         """Bytes: Q and dO, the rings of K and V, P and dS, mbarriers (each padded to 16 bytes), arguments of roles."""
         columns = self.block_d + self.block_dv
-        elements = ROWS * columns + self.stages * self.block_n * columns + 2 * _TURNS * ROWS * self.block_n
-        return 2 * elements + 16 * 2 * (2 + 2 * self.stages + 3 * _TURNS) + _ARGUMENTS
+        ring = self.block_n * (self.k_stages * self.block_d + self.v_stages * self.block_dv)
+        elements = ROWS * columns + ring + 2 * _TURNS * ROWS * self.block_n
+        return 2 * elements + 16 * 2 * (2 + self.k_stages + self.v_stages + 3 * _TURNS) + _ARGUMENTS
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
@@ -59,13 +61,13 @@ def lacks(problem: AttentionProblem) -> list[str]:
 
 
 def select(problem: AttentionProblem) -> Config:
-    """A pure function of a problem that lacks nothing: as many stages as there is room for, up to four."""
+    """A pure function of a problem that lacks nothing: as many stages, powers of two, as there is room for."""
     block_d, block_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.value_dim))
     assert problem.rows is not None
     parts = -(-problem.rows // ROWS)
     workers = max(1, problem.device.processors // (problem.kv_heads * parts))  # not one CTA more than processors
-    for stages in (4, 3):
-        config = Config(64, stages, block_d, block_dv, problem.group, problem.q_heads, workers, parts)
+    for stages in ((8, 4), (4, 4), (4, 2)):
+        config = Config(64, *stages, block_d, block_dv, problem.group, problem.q_heads, workers, parts)
         if config.shared_memory <= SHARED_MEMORY:
             return config
     raise AssertionError(f"{config} takes {config.shared_memory} bytes of shared memory")

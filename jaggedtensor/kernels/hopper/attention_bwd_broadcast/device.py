@@ -76,21 +76,15 @@ class Statistics:
 
 
 @gluon.jit
-def by_turn(turn):
-    """Where P and dS of a CTA's tile number `turn` are."""
-    return Counter(turn & 1, turn >> 1 & 1, 2)
+def by_turn(channel, turn):
+    """Where a CTA's tile number `turn` is in a ring, whose depth is a power of two."""
+    return Counter(turn & (channel.depth - 1), (turn & channel.depth) // channel.depth, channel.depth)
 
 
 @gluon.jit
 def at_most(x, most):
     """The lesser, and NaN if x is."""
     return gl.minimum(x, most, propagate_nan=KEEP_NAN)
-
-
-@gluon.jit
-def before(at):
-    """The index of the slot before a counter's."""
-    return gl.where(at.index == 0, at.depth, at.index) - 1
 
 
 @gluon.jit
@@ -193,27 +187,33 @@ class Maker:
         return channel.buffers.index(opaque).slice(self.first, ROWS)
 
     @gluon.jit
-    def scores(self, at, opaque):
+    def scores(self, turn, opaque):
         """Issue S = Q K^T."""
-        slot, _ = self.channels.k.acquire_full(at)
+        slot, _ = self.channels.k.acquire_full(by_turn(self.channels.k, turn))
         return product(self.rows_of(self.channels.q, opaque), slot.buffer.permute((1, 0)))
 
     @gluon.jit
-    def grad_scores(self, at, opaque):
+    def grad_scores(self, turn, opaque):
         """Issue dP = dO V^T."""
-        slot, _ = self.channels.v.acquire_full(at)
+        slot, _ = self.channels.v.acquire_full(by_turn(self.channels.v, turn))
         return product(self.rows_of(self.channels.grad_out, opaque), slot.buffer.permute((1, 0)))
 
     @gluon.jit
     def late_product(self, turn, opaque):
         """Issue dX of a tile."""
-        slot, _ = self.parts.acquire_full(by_turn(turn))
+        slot, _ = self.parts.acquire_full(by_turn(self.parts, turn))
         return product(slot.buffer.permute((1, 0)), self.factor.buffers.index(opaque))
+
+    @gluon.jit
+    def late_grad_query(self, ds, turn, acc):
+        """Issue dQ += dS K of a tile."""
+        k_slot = self.channels.k.slot(by_turn(self.channels.k, turn))
+        return warpgroup_mma(ds, k_slot.buffer, acc, is_async=True)
 
     @gluon.jit
     def put(self, channel, turn, x):
         """My rows of P or dS."""
-        slot, _ = channel.acquire_empty(by_turn(turn))
+        slot, _ = channel.acquire_empty(by_turn(channel, turn))
         slot.buffer.slice(self.first, ROWS).store(x)
         fence_async_shared()
         slot.publish()
@@ -237,7 +237,7 @@ class Maker:
     @gluon.jit
     def stage(self, dx, turn):
         """dX for the role that stores it."""
-        slot = self.out.slot(by_turn(turn))
+        slot = self.out.slot(by_turn(self.out, turn))
         gl.barrier()  # all warps have read what was there
         slot.buffer.store((dx * self.out_scale).to(slot.buffer.dtype))
         fence_async_shared()
@@ -275,7 +275,7 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
 
     begin, end = my_range(schedule, C)
     ds = as_operand(gl.zeros([ROWS, N], channels.q.buffers.dtype, ROW_LAYOUT.parent), acc)
-    keys, grad_at = channels.k.start(), channels.grad_out.start()
+    grad_at = channels.grad_out.start()
     turn = 0  # tiles so far
     if begin < end:
         channels.q.acquire_full(channels.q.start())
@@ -285,49 +285,47 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
         span = read_span(schedule, tile.sequence)
         lse, delta = statistics.load(tile.sequence, row, head, span.q_count, C.group)
         if turn > 0:
-            issued = me.scores(keys, opaque)
+            issued = me.scores(turn, opaque)
             dx = me.late_product(turn - 1, opaque)
             p = me.put_probabilities(warpgroup_mma_wait(1, deps=(issued,)), lse, turn)
             dx = warpgroup_mma_wait(0, deps=(dx,))
             channels.grad_out.slot(grad_at).release()
-            issued_acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
+            issued_acc = me.late_grad_query(ds, turn - 1, acc)
             me.stage(dx, turn - 1)
             acc = warpgroup_mma_wait(0, deps=(issued_acc,))
-            mbarrier.arrive(channels.k.empty.index(before(keys)), count=1)
+            channels.k.slot(by_turn(channels.k, turn - 1)).release()
         else:
-            p = me.put_probabilities(warpgroup_mma_wait(0, deps=(me.scores(keys, opaque),)), lse, turn)
+            p = me.put_probabilities(warpgroup_mma_wait(0, deps=(me.scores(turn, opaque),)), lse, turn)
         _, grad_at = channels.grad_out.acquire_full(grad_at)
-        dp = warpgroup_mma_wait(0, deps=(me.grad_scores(keys, opaque),))
-        channels.v.slot(keys).release()
+        dp = warpgroup_mma_wait(0, deps=(me.grad_scores(turn, opaque),))
+        channels.v.slot(by_turn(channels.v, turn)).release()
         ds = as_operand(me.put_grad_scores(p, dp, delta, turn), acc)
-        keys = keys.next()
         turn += 1
 
         for _ in range(tile.kv_begin + 1, tile.kv_end):
             opaque = turn >> 30
             if opaque != 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
                 gl.barrier()
-            s = me.scores(keys, opaque)
+            s = me.scores(turn, opaque)
             dx = me.late_product(turn - 1, opaque)
-            dp = me.grad_scores(keys, opaque)
-            s = warpgroup_mma_wait(2, deps=(s,))
+            s = warpgroup_mma_wait(1, deps=(s,))
             p = me.put_probabilities(s, lse, turn)
+            dp = me.grad_scores(turn, opaque)  # while dX is on its way
             dx = warpgroup_mma_wait(1, deps=(dx,))
             me.stage(dx, turn - 1)
             # Issued here, as a product with a left operand in registers holds its warps up until its turn comes.
-            acc = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
+            acc = me.late_grad_query(ds, turn - 1, acc)
             dp = warpgroup_mma_wait(1, deps=(dp,))
-            channels.v.slot(keys).release()
+            channels.v.slot(by_turn(channels.v, turn)).release()
             grad_s = me.put_grad_scores(p, dp, delta, turn)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(channels.k.empty.index(before(keys)), count=1)
+            channels.k.slot(by_turn(channels.k, turn - 1)).release()
             ds = as_operand(grad_s, acc)
-            keys = keys.next()
             turn += 1
 
     if begin < end:
         dx = me.late_product(turn - 1, turn >> 30)
-        issued = warpgroup_mma(ds, channels.k.buffers.index(before(keys)), acc, is_async=True)
+        issued = me.late_grad_query(ds, turn - 1, acc)
         me.stage(warpgroup_mma_wait(1, deps=(dx,)), turn - 1)
         acc = warpgroup_mma_wait(0, deps=(issued,))
 
@@ -378,14 +376,14 @@ def broadcast_kernel(
     channels = Channels(
         make_channel(dtype, [M, C.block_d], q_layout, 1),
         make_channel(dtype, [M, C.block_dv], grad_layout, 1, 2),
-        make_channel(dtype, [N, C.block_d], k_layout, C.stages, 2),
-        make_channel(dtype, [N, C.block_dv], v_layout, C.stages, 2),
+        make_channel(dtype, [N, C.block_d], k_layout, C.k_stages, 2),
+        make_channel(dtype, [N, C.block_dv], v_layout, C.v_stages, 2),
         p,
         ds,
         make_staging(p, [N, C.block_dv], v_layout),
         make_staging(ds, [N, C.block_d], k_layout),
     )
-    schedule = Schedule(tiles, worker_offsets, None, k_offsets, q_len)
+    schedule = Schedule(tiles, worker_offsets, None, k_offsets, q_len, None)
     statistics = Statistics(lse, delta, C.q_heads)
     scales = (scale_log2, scale)
     head = gl.program_id(0) // (C.workers * C.parts)
