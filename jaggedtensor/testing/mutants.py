@@ -6,9 +6,10 @@
  'role: other phase in mbarrier.wait(full.index(0), phase)']
 
 What is deleted or altered: waits, arrivals, expected bytes, commits, fences, phase flips, buffer indices, counts of
-barriers, predicates; arrivals, commits and fences are also moved before the statement that they follow, waits behind
-the next (but not past another of their kind). A mutant is found when the emulator reports it or a value is wrong, under some order and seed. One that is not found shows a test
-that is missing, or a fault that the emulator cannot see, or changes nothing that matters: then the family says why.
+barriers, predicates. Arrivals, commits and fences are also moved before the statement that they follow, waits behind
+the next, but not past another of their kind. A mutant is found when the emulator reports it or a value is wrong, under
+some order and seed. One that is not found shows a test that is missing, or a fault that the emulator cannot see, or
+changes nothing that matters: then the family says why.
 
     python -m jaggedtensor.testing.mutants tests/emulator/mechanisms/tma_ring.py
 
@@ -39,7 +40,7 @@ from jaggedtensor.testing.families import Bad
 DELETED = {"init", "wait", "arrive", "expect", "tcgen05_commit", "fence_async_shared", "store_wait", "barrier"}
 MOVED_UP = {"arrive", "tcgen05_commit", "fence_async_shared"}
 MOVED_DOWN = {"wait", "store_wait"}
-VIEWS = {"index", "permute", "slice", "reshape", "reinterpret", "program_id", "range"}  # calls that touch nothing
+IDLE = {"index", "permute", "slice", "reshape", "reinterpret", "program_id", "range", "zeros"}  # touch no memory
 Node = ast.stmt | ast.expr
 Change = tuple[Node, str]  # a part of the tree and the text that takes its place
 Edit = tuple[str, Node, list[Change]]  # what is done, the statement or call that shows where, and how
@@ -157,7 +158,7 @@ def _acts(statement: ast.stmt | None, kind: set[str]) -> bool:
     """Does it touch memory or barriers, and is it not one of `kind`, past which moving changes nothing?"""
     if statement is None or (isinstance(statement, ast.Expr) and _name(statement.value) in kind):
         return False
-    return any(isinstance(node, ast.Call) and _name(node) not in VIEWS for node in ast.walk(statement))
+    return any(isinstance(node, ast.Call) and _name(node) not in IDLE for node in ast.walk(statement))
 
 
 def _edits_of_statement(

@@ -136,6 +136,7 @@ def run_all(results: list[Result], jobs: int, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path)
+    parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=85.0)
     given = parser.parse_args()
@@ -144,7 +145,7 @@ def main() -> None:
 
     results = []
     for consan in (False, True):
-        for family in FAMILIES:
+        for family in given.families:
             bad = [bad.change for bad in load_module(str(HERE / "mechanisms" / f"{family}.py")).FAMILY.bad]
             results += [Result(family, variant, consan) for variant in ["", *bad]]
     run_all(results, given.jobs, given.seconds)
