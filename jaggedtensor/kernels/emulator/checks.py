@@ -111,14 +111,20 @@ def _conflict(actor: Actor, allocation: Allocation, record: Record, doing: str, 
     )
 
 
-def _unfenced(actor: Actor, allocation: Allocation, record: Record) -> None:
+def _check_fence(actor: Actor, allocation: Allocation, record: Record, doing: str, did: str) -> None:
+    """An engine's access of shared memory after an ordinary one that it conflicts with needs a fence between, on either
+    side of what orders the two (PTX ISA, "Causality order": proxies)."""
+    if not (actor.asynchronous and record.generic) or allocation.memory.tensor:
+        return  # tensor memory has no proxies
+    if seen(actor.fenced, record.timeline, record.time):
+        return
     other = lines_of(record.where)
     actor.machine.find(
         "missing fence",
-        f"{actor.label} reads {allocation.name} through the asynchronous proxy, but the ordinary stores of "
+        f"{actor.label} {doing} {allocation.name} through the asynchronous proxy, but the ordinary {did} of "
         f"{record.actor} were not fenced",
         actor,
-        advice=f"fence_async_shared() between the store at {other[0] if other else '?'} and what publishes it",
+        advice=f"fence_async_shared() between the access at {other[0] if other else '?'} and what tells others of it",
     )
 
 
@@ -155,7 +161,6 @@ def _subtract(records: list, footprint: Footprint) -> None:
 def on_read(actor: Actor, allocation: Allocation, footprint: Footprint, form: Any = None) -> None:
     """A read: of bytes written, and by nobody who might still be writing."""
     clock = actor.clock
-    fenced = actor.asynchronous and not allocation.memory.tensor  # tensor memory has no proxies
     for record in _overlapping(allocation.writes, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "reads", "writes")
@@ -165,8 +170,8 @@ def on_read(actor: Actor, allocation: Allocation, footprint: Footprint, form: An
                 f"{record.form}, then {form}",
                 "memory.py",
             )
-        elif fenced and record.generic and not seen(actor.fenced, record.timeline, record.time):
-            _unfenced(actor, allocation, record)
+        else:
+            _check_fence(actor, allocation, record, "reads", "stores")
     if not allocation.covers(footprint):
         _unwritten(actor, allocation, footprint)
     reads = allocation.reads
@@ -187,9 +192,13 @@ def on_write(actor: Actor, allocation: Allocation, footprint: Footprint, form: A
     for record in _overlapping(allocation.writes, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "writes", "writes")
+        else:
+            _check_fence(actor, allocation, record, "writes", "stores")
     for record in _overlapping(allocation.reads, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "writes", "reads")
+        else:
+            _check_fence(actor, allocation, record, "writes", "loads")
     _subtract(allocation.writes, footprint)
     _subtract(allocation.reads, footprint)
     allocation.valid |= footprint.mask

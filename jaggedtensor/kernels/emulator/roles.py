@@ -244,10 +244,14 @@ class Cluster(Machine):
         self.starved = self.random.random()
 
     def rank(self, role: Role) -> float:
-        return self.ranks.setdefault(role, self.random.random())
+        if role not in self.ranks:
+            self.ranks[role] = self.random.random()
+        return self.ranks[role]
 
     def weight(self, role: Role) -> float:
-        return self.weights.setdefault(role, self.random.choice((1.0, 1.0, 0.2, 0.02)))
+        if role not in self.weights:
+            self.weights[role] = self.random.choice((1.0, 1.0, 0.2, 0.02))
+        return self.weights[role]
 
     def runnable(self) -> list[Role]:
         return [r for r in self.roles if not r.done and (r.blocked_on is None or r.blocked_on())]
@@ -282,7 +286,13 @@ class Cluster(Machine):
         if order in ("random", "late"):
             if len(roles) == 1:
                 return roles[0]
-            return self.random.choices(roles, [self.weight(r) for r in roles])[0]
+            weights = [self.weight(r) for r in roles]
+            place = self.random.random() * sum(weights)
+            for role, weight in zip(roles, weights, strict=True):
+                place -= weight
+                if place < 0:
+                    return role
+            return roles[-1]
         if order == "ahead":
             return max(roles, key=self.rank)
         if order == "starve":

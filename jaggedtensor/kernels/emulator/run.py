@@ -1,5 +1,6 @@
 """`emulate`: one launch of a kernel on a CPU."""
 
+import gc
 import inspect
 import random
 import traceback
@@ -119,10 +120,16 @@ def emulate(
     }
     launch.body = lambda: function(**values)
     memories = [(Memory("shared", rank), Memory("tensor", rank)) for rank in range(num_ctas)]
-    while launch.waiting and not report.findings:
-        _run_program(launch, launch.waiting.pop(0), report, memories)
-        for memory in (m for pair in memories for m in pair):
-            memory.renew()
+    collecting = gc.isenabled()
+    gc.disable()  # it would look through all of torch and triton again and again
+    try:
+        while launch.waiting and not report.findings:
+            _run_program(launch, launch.waiting.pop(0), report, memories)
+            for memory in (m for pair in memories for m in pair):
+                memory.renew()
+    finally:
+        if collecting:
+            gc.enable()
     return report
 
 

@@ -326,7 +326,19 @@ def trim(data: torch.Tensor, dtype) -> torch.Tensor:
 _FLOATS = ("fp64", "fp32", "fp16", "bf16")
 
 
+_PROMOTED: dict[tuple, Any] = {}
+
+
 def promote(a, a_literal, b, b_literal, division=False):
+    """The type that two operands are computed in."""
+    key = (a.name, a_literal, b.name, b_literal, division)
+    dtype = _PROMOTED.get(key)
+    if dtype is None:
+        dtype = _PROMOTED[key] = _promoted(a, a_literal, b, b_literal, division)
+    return dtype
+
+
+def _promoted(a, a_literal, b, b_literal, division):
     """The type that two operands are computed in (triton.language.semantic.computation_type_impl)."""
     if a_literal != b_literal:
         literal, other = (a, b) if a_literal else (b, a)
@@ -396,6 +408,10 @@ OPERATORS = {
 }
 
 
+# What int32 scalars, by which kernels count, are spared the long way for.
+_QUICK = {name: OPERATORS[name].scalar for name in "add sub mul and or xor floordiv mod lt le gt ge eq ne".split()}
+
+
 def same_rank(a, b):
     """Gluon broadcasts blocks of equal rank only."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.data.dim() != b.data.dim():
@@ -420,6 +436,13 @@ def as_torch(x, dtype):
 
 def binary(name, a, b):
     """`a name b` with Triton's promotion and C's integer arithmetic."""
+    if type(a) is Scalar and a.dtype is tl.int32 and name in _QUICK:
+        other = b if type(b) is int else b.value if type(b) is Scalar and b.dtype is tl.int32 else None
+        if other is not None and -(2**31) <= other < 2**31:
+            result = _QUICK[name](a.value, other)
+            if result.__class__ is bool:
+                return Scalar(result, tl.int1)
+            return Scalar((result + 2**31 & 0xFFFFFFFF) - 2**31, tl.int32)
     if isinstance(a, Pointer) or isinstance(b, Pointer):
         return NotImplemented
     op = OPERATORS[name]
