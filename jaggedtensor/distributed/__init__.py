@@ -7,7 +7,7 @@ one-dimensional `DeviceMesh`, says which ranks.
 
 Before data moves, the ranks compare what they are about to do (shapes, dtypes, whether gradients are wanted, a failure
 of one of them), so that a mistake on one rank is an error on all and not a wait without end. On GPUs the comparison is
-an assert on the device, as nothing here waits for one; under `torch.compile` there is none.
+an assert on the device, as nothing here waits for one; under `torch.compile` and in CUDA graphs there is none.
 """
 
 from jaggedtensor.distributed.attention import attend_over as attend_over

@@ -194,6 +194,11 @@ def check_batches_are_cut_and_put_together(mesh):
             assert not grads[0][sum(lengths) :].any()
 
 
+def check_short_sequences_go_to_all_ranks_alike(mesh):
+    assert make_jagged([1] * 4 * WORLD, 1).shard(mesh).num_tokens == 4
+    assert make_jagged([WORLD + 1] * 4 * WORLD, 1).shard(mesh).num_tokens == 4 * WORLD + 4
+
+
 def check_sequences_are_dealt_by_cost(mesh):
     whole = make_jagged((8, 1, 1, 1, 1, 1, 1, 1, 1), 1)
     part = whole.shard(mesh, dim=0)

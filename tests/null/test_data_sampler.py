@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -48,6 +48,8 @@ OPTIONS = st.fixed_dictionaries(
     replicas=st.integers(1, 5),
     options=OPTIONS,
 )
+@example(lengths=[12, 12, 12], budget=20, replicas=2, options={"shuffle": False})  # 36 of 40, but no two fit together
+@example(lengths=[20, *[1] * 30], budget=20, replicas=2, options={"shuffle": False, "cost": SequenceCost(1, 0)})
 def test_every_sequence_comes_once_and_no_batch_is_over_its_budget(lengths, budget, replicas, options):
     steps = of_all_ranks(lengths, budget, replicas, **options)
     numbers = [n for step in steps for batch in step for n in batch]
@@ -129,6 +131,8 @@ def test_buckets_make_equal_tokens_equal_costs():
     assert fill > 0.9 > 0.8 > plain_fill
     kinds = [float(lengths[b].double().std(correction=0)) for step in sampler._plan() for b in step]
     assert sum(kinds) / len(kinds) < 0.6 * float(lengths.double().std())
+    few, many = lengths.double().quantile(torch.tensor([0.2, 0.8], dtype=torch.float64))
+    assert not any(lengths[b].min() < few and lengths[b].max() > many for step in sampler._plan() for b in step)
     longest = [int(lengths[step[0]].max()) for step in sampler._plan()]
     assert longest != sorted(longest)  # batches of short ones are not all at the beginning
 
