@@ -8,7 +8,7 @@ from typing import Any
 
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
-ROWS = 64  # packed query rows of a consumer: what one warpgroup's MMA takes
+ROWS = 64  # of a warpgroup's MMA
 SHARED_MEMORY = 233472  # bytes of a multiprocessor
 RESERVED = 1024  # of them for each CTA
 ROLES_STATE = 512  # bytes that the compiler adds for roles, at most
@@ -25,7 +25,8 @@ REGISTERS = {(1, 1): (168, LOADING), (1, 2): (128, LOADING), (2, 1): (168, 240),
 class Config:
     """Passed to the kernel whole, as one constexpr."""
 
-    consumers: int  # warpgroups, each of 64 rows
+    consumers: int  # warpgroups
+    rows: int  # packed query rows of each
     ctas: int  # of a multiprocessor
     block_n: int  # keys
     q_stages: int
@@ -87,8 +88,9 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     wide, rows = max(d, dv), None if problem.q_len is None else problem.q_len * group
     broadcast, tma_store = problem.query is QueryKind.BROADCAST, group == problem.group
     stage_in_q = tma_store and d == dv == 256
+    per = chosen.get("rows", ROWS)
     consumers = chosen.get("consumers", 1 if rows is not None and rows <= ROWS else 2)
-    q_blocks = 1 if rows is None else -(-rows // (ROWS * consumers))
+    q_blocks = 1 if rows is None else -(-rows // (per * consumers))
     ctas = chosen.get("ctas", 1)
     # A query that stays for good needs no second buffer: each CTA has one head, see schedules.deal.
     stays = broadcast and q_blocks == 1 and problem.device.processors * ctas % problem.kv_heads == 0
@@ -97,6 +99,7 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     q_stages = chosen.get("q_stages", 1 if stays or wide > 128 else 2)
     fields: dict[str, Any] = dict(
         consumers=consumers,
+        rows=per,
         ctas=ctas,
         block_n=block_n,
         q_stages=q_stages,
@@ -106,7 +109,7 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         crosses=not stage_in_q,
         block_d=d,
         block_dv=dv,
-        block_m=ROWS * consumers,
+        block_m=per * consumers,
         heads=problem.group,
         group=group,
         q_heads=problem.q_heads,

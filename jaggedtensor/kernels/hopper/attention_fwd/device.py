@@ -1,8 +1,9 @@
 """Forward: one CTA for each multiprocessor walks its tiles of the schedule. Its roles, for two consumers:
 
     load       Q(t)  K0 K1 V0 K2 V1 ..           Q(t+1)  K0 K1 V0 ..          one warp; TMA, as far ahead as slots allow
-    consumer 0      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  64 packed rows of the tile; wgmma
-    consumer 1      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  the next 64
+    consumer 0      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  M packed rows of the tile; wgmma
+    consumer 1      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  the next M
+    fill            0 and -inf for rows that no tile has                      one warp, beside all this
 
 S(j+1) is issued before P(j) V(j), and the softmax of S(j+1) runs while that product does. So it goes on from a tile to
 the next, whose first scores are issued before the last product of the one before. P stays in registers. Blocks of keys
@@ -27,17 +28,15 @@ from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, sto
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block, sums_by_thread
-from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, start_walk
+from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, read_span, start_walk
 
 visible = gluon.jit(masks.visible.fn)
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
 
-ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
-
 
 @aggregate
 class Channels:
-    q: Channel  # [64, D] for each consumer
+    q: Channel  # [M, D] for each consumer
     k: Channel  # [N, D]
     v: Channel  # [N, Dv]
     out: gl.shared_memory_descriptor | gl.constexpr  # [consumers, 64, Dv]: staging for O; None if it is staged in Q
@@ -71,7 +70,7 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
             q_start = 0 if C.broadcast else span.q_start
             _, after = channels.q.acquire_empty(q_at)
             for part in gl.static_range(PARTS):
-                first = (tile.q_block * C.consumers + part) * (ROWS // C.group)
+                first = (tile.q_block * C.consumers + part) * (C.rows // C.group)
                 place = ragged_place(q_start, span.q_count, first, tile.head * C.heads)
                 channels.q.slot(q_at, part).load(q_desc, place)
             q_at = after
@@ -103,7 +102,7 @@ class View:
         j = block * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, score.type.layout))
         seen = (j < self.span.k_count)[None, :]
         if C.windowed:
-            i = (self.first + gl.arange(0, ROWS, gl.SliceLayout(1, score.type.layout))) // C.group
+            i = (self.first + gl.arange(0, C.rows, gl.SliceLayout(1, score.type.layout))) // C.group
             shift = self.span.k_count - self.span.q_count
             seen = seen & visible(i[:, None], j[None, :], shift, (self.left, self.right), C)
         return gl.where(seen, score, float("-inf"))
@@ -115,7 +114,7 @@ class View:
         if C.windowed and C.masked:  # a list of blocks has no such range
             high = low
         elif C.windowed:
-            last = gl.minimum((self.first + ROWS - 1) // C.group, self.span.q_count - 1)
+            last = gl.minimum((self.first + C.rows - 1) // C.group, self.span.q_count - 1)
             shift = self.span.k_count - self.span.q_count
             window = (self.left, self.right)
             low, high = blocks_seen_by_all(self.first // C.group, last, self.span.k_count, shift, window, low, high, C)
@@ -124,7 +123,7 @@ class View:
 
 @gluon.jit
 def view_of(walk, part, window, C: gl.constexpr):
-    first = walk.tile.q_block * C.block_m + part * ROWS
+    first = walk.tile.q_block * C.block_m + part * C.rows
     return View(walk.schedule, walk.tile, walk.span, first, window[0], window[1])
 
 
@@ -162,17 +161,17 @@ class Work:
     """What a consumer carries from block to block."""
 
     rows: Rows
-    p: gl.tensor  # [64, N] probabilities of the block before, the left operand of its product
-    acc: gl.tensor  # [64, Dv]
+    p: gl.tensor  # [M, N] probabilities of the block before, the left operand of its product
+    acc: gl.tensor  # [M, Dv]
     ring: Ring
 
 
 @gluon.jit
 def issue_scores(q, k):
-    """Q K^T [64, N], in flight."""
+    """Q K^T [M, N], in flight."""
     N: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    nothing = gl.zeros([ROWS, N], gl.float32, layout)
+    nothing = gl.zeros([q.shape[0], N], gl.float32, layout)
     return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
@@ -185,14 +184,14 @@ def as_operand(p, dtype: gl.constexpr, acc):
 
 @gluon.jit
 def by_row(x, acc):
-    """[64] for the rows of `acc`: no data moves."""
+    """[M] for the rows of `acc`: no data moves."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout), assert_trivial=True), 1)
 
 
 @gluon.jit
 def no_output(C: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_dv, 16])
-    return gl.zeros([ROWS, C.block_dv], gl.float32, layout)
+    return gl.zeros([C.rows, C.block_dv], gl.float32, layout)
 
 
 @gluon.jit
@@ -200,7 +199,7 @@ def no_work(channels, dtype: gl.constexpr, C: gl.constexpr):
     """What a consumer carries before its first tile."""
     N: gl.constexpr = C.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    acc, p = no_output(C), gl.zeros([ROWS, N], gl.float32, layout)
+    acc, p = no_output(C), gl.zeros([C.rows, N], gl.float32, layout)
     rows = Rows(gl.max(p, 1), sums_by_thread(p))
     return Work(rows, as_operand(p, dtype, acc), acc, Ring(channels.k.start(), channels.v.start()))
 
@@ -338,12 +337,53 @@ def consume_role(part: gl.constexpr, schedule, channels, results, scale, window,
                 work = Work(rows, work.p, no_output(C), ring)
             finish(acc, rows, staging, results, view, scale, C)
         else:
+            query = query_for(query, view, channels, part, C)
             work = Work(work.rows, work.p, work.acc, pass_by(work.ring, view.tile, channels))
             opened = gl.to_tensor(False)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["lse_batch", "lse_row", "lse_head", "q_len", "left", "right"])
+@gluon.jit
+def clear(results, sequence, first, row, C: gl.constexpr):
+    """Row `row` of O, query `first` of a sequence: 0, and lse -inf."""
+    WIDTH: gl.constexpr = C.q_heads * C.value_dim
+    at = gl.arange(0, 256, gl.BlockedLayout([8], [32], [1], [0]))
+    place = results.out + row.to(gl.int64) * WIDTH
+    for begin in range(0, WIDTH, 256):
+        nothing = gl.zeros([256], results.out.dtype.element_ty, at.type.layout)
+        gl.store(place + begin + at, nothing, mask=begin + at < WIDTH)
+    lse = results.lse
+    if C.jagged:
+        lse += row.to(gl.int64) * results.row
+    else:
+        lse += sequence.to(gl.int64) * results.batch + first * results.row
+    head = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    for begin in range(0, C.q_heads, 32):
+        blind = gl.full([32], float("-inf"), gl.float32, head.type.layout)
+        gl.store(lse + (begin + head) * results.head, blind, mask=begin + head < C.q_heads)
+
+
+@gluon.jit
+def fill_role(schedule, results, batch, q_rows, right, C: gl.constexpr):
+    """Rows without a tile: of sequences without keys, before all keys that the window lets them see, and past the last
+    sequence. A block mask hides others, too: then the launcher has filled everything."""
+    worker, workers = gl.program_id(0), gl.num_programs(0)
+    if not C.masked:
+        for sequence in range(worker, batch, workers):
+            span = read_span(schedule, sequence)
+            blind = 0
+            if C.right:
+                blind = gl.maximum(span.q_count - span.k_count - right, 0) * C.group // C.block_m * C.block_m // C.group
+            blind = gl.where(span.k_count == 0, span.q_count, blind)
+            for i in range(blind):
+                clear(results, sequence, i, span.q_start + i, C)
+        if C.jagged:
+            end = gl.load(schedule.q_offsets + batch).to(gl.int32)
+            for row in range(end + worker, q_rows, workers):
+                clear(results, batch, row, row, C)
+
+
+@gluon.jit(do_not_specialize=["lse_batch", "lse_row", "lse_head", "q_len", "batch", "q_rows", "left", "right"])
 def forward_kernel(
     q,  # ragged descriptors, see operands.ragged
     k,
@@ -360,6 +400,8 @@ def forward_kernel(
     q_offsets,  # [B + 1], None unless jagged
     k_offsets,  # [B + 1]
     q_len,
+    batch,  # B
+    q_rows,  # of q, if jagged
     scale_log2,  # |scale| * log2(e)
     coarse,  # the power of two nearest to it
     left,
@@ -367,15 +409,15 @@ def forward_kernel(
     C: gl.constexpr,  # config.Config
 ):
     dtype: gl.constexpr = q.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_d], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.rows, C.block_d], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.block_n, C.block_d], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.block_n, C.block_dv], dtype)
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_dv], dtype)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.rows, C.block_dv], dtype)
     channels = Channels(
-        make_channel(dtype, [ROWS, C.block_d], q_layout, C.q_stages, C.consumers, 1, C.consumers),
+        make_channel(dtype, [C.rows, C.block_d], q_layout, C.q_stages, C.consumers, 1, C.consumers),
         make_channel(dtype, [C.block_n, C.block_d], k_layout, C.kv_stages, C.consumers),
         make_channel(dtype, [C.block_n, C.block_dv], v_layout, C.kv_stages, C.consumers),
-        gl.allocate_shared_memory(dtype, [C.consumers, ROWS, C.block_dv], out_layout)
+        gl.allocate_shared_memory(dtype, [C.consumers, C.rows, C.block_dv], out_layout)
         if C.tma_store and not C.stage_in_q
         else None,
     )
@@ -388,9 +430,10 @@ def forward_kernel(
             [
                 (consume_role, (0, schedule, channels, results, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
+                (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
-            [1],
-            [24],
+            [1, 1],
+            [24, 24],
         )
     elif C.consumers == 2:
         gl.warp_specialize(
@@ -398,9 +441,10 @@ def forward_kernel(
                 (consume_role, (0, schedule, channels, results, scale, window, C)),
                 (consume_role, (1, schedule, channels, results, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
+                (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
-            [4, 1],
-            [C.registers, 24],
+            [4, 1, 1],
+            [C.registers, 24, 24],
         )
     else:
         gl.warp_specialize(
@@ -409,7 +453,8 @@ def forward_kernel(
                 (consume_role, (1, schedule, channels, results, scale, window, C)),
                 (consume_role, (2, schedule, channels, results, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
+                (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
-            [4, 4, 1],
-            [C.registers, C.registers, 24],
+            [4, 4, 1, 1],
+            [C.registers, C.registers, 24, 24],
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
+from jaggedtensor.kernels.hopper.attention_fwd.config import Config, select
 from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
@@ -31,7 +32,7 @@ _CALLS: dict[Any, Call] = {}  # a model has a few
 
 
 def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse; rows of empty sequences are filled (0 and -inf), the others come from the kernel.
+    """out and lse, 0 and -inf for a row that sees no key.
 
     Operands that TMA cannot address (columns apart, rows not at multiples of 16 bytes) are copied first, and so is the
     query for a negative scale.
@@ -42,9 +43,12 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         q = -q
     q_offsets, k_offsets = args.q_offsets, args.k_offsets
     with device_of(k):
-        out, lse = outputs(args)
-        if out.numel() == 0 or not tiles.shape[0]:
-            return out, lse
+        if problem.masked or not tiles.shape[0]:
+            out, lse = outputs(args)
+            if out.numel() == 0 or not tiles.shape[0]:
+                return out, lse
+        else:  # what no tile writes is filled by the kernel
+            out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
         if q.dim() == 4:
             q = q.flatten(0, 1)
         rows = out if out.dim() == 3 else out.flatten(0, 1)
@@ -63,7 +67,20 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         call.variant.launch(
             worker_offsets.shape[0] - 1,
             descriptors,
-            (out, lse, *call.steps, tiles, worker_offsets, *(listed or _NOTHING), q_offsets, k_offsets, *call.ends),
+            (
+                out,
+                lse,
+                *call.steps,
+                tiles,
+                worker_offsets,
+                *(listed or _NOTHING),
+                q_offsets,
+                k_offsets,
+                problem.q_len or 0,
+                args.batch_size,
+                q.shape[0],
+                *call.ends,
+            ),
             not places % 16,
         )
     return out, lse
@@ -81,10 +98,10 @@ def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
     problem = args.problem
     steps = (lse.stride(0), lse.stride(2), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0), lse.stride(1))
     scale = max(abs(args.scale) * math.log2(math.e), SMALLEST_SCALE)
-    query = (ROWS // config.group, config.group)
+    query = (config.rows // config.group, config.group)
     key = (config.block_n, 1)
     d, dv = config.block_d, config.block_dv
     blocks = ((*query, d), (*key, d), (*key, dv), (*query, dv))
     coarse = 2.0 ** round(math.log2(scale))
-    ends = (problem.q_len or 0, scale, coarse, problem.left, problem.right, config)
+    ends = (scale, coarse, problem.left, problem.right, config)
     return Call(Variant(forward_kernel, config.options), blocks, steps, ends)
