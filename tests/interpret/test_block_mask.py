@@ -99,6 +99,30 @@ def test_masks_of_nothing_and_of_everything(kind, share):
 
 
 @kinds
+def test_a_batch_without_empty_sequences_is_filled_all_the_same(kind):
+    """There, without a mask, every row is written by a kernel."""
+    case = case_of(kind, q_length=20, k_slack=0, q_slack=0, seed=0).with_options(k_lengths=(3, 130), q_lengths=(3, 130))
+    with guarded_allocations():
+        check_attention(case.with_options(mask_share=0.0), "portable")
+        check_attention(case, "portable")
+
+
+@kinds
+def test_a_mask_of_inference_mode_may_change(kind):
+    """Nobody counts its changes, so nothing is kept for it."""
+    case = case_of(kind, q_length=20)
+    q, k, v = case.inputs()
+    with torch.inference_mode():
+        mask = case.block_mask()
+        for _ in range(2):
+            got = k.attend(q, v, block_mask=mask, backend="portable")
+            wanted = k.attend(q, v, block_mask=mask, backend="reference")
+            got, wanted = (x.values() if isinstance(x, JaggedTensor) else x for x in (got, wanted))
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+            mask.logical_not_()
+
+
+@kinds
 def test_blocks_that_nobody_sees_are_skipped_and_their_memory_is_not_read(kind):
     """Keys and values there are NaN, which would reach every result that they touch."""
     case = case_of(kind, k_slack=0, q_slack=0, q_length=130).with_options(
