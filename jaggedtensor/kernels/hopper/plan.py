@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
+from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, select
 from jaggedtensor.problem import AttentionProblem
@@ -35,10 +36,11 @@ def plan_forward(
     rows: int,
     q_rows: int,
     block_mask: Tensor | None = None,
+    **chosen: int,
 ) -> list[Tensor]:
     """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to one
     CTA for each multiprocessor."""
-    config = select(problem)
+    config = select(problem, **chosen)
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
@@ -84,6 +86,31 @@ def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> l
         block_kv=config.block_n,
         workers=problem.kv_heads * config.workers,
         rows=rows,
+    )
+    assert schedule.worker_offsets is not None
+    return [schedule.tiles, schedule.worker_offsets]
+
+
+def plan_general_backward(
+    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
+) -> list[Tensor]:
+    """Tiles and worker offsets: KV blocks with the query blocks that see them, dealt as in forward."""
+    q_len = problem.q_len if query is None else query
+    assert q_len is not None
+    schedule = keys.schedule(
+        ScheduleKind.ZIGZAG,
+        axis=TileAxis.KEY,
+        q_len=q_len,
+        heads=problem.kv_heads,
+        group=problem.group,
+        block_q=general.ROWS,
+        block_kv=general.KEYS,
+        workers=problem.device.processors,
+        left=problem.left,
+        right=problem.right,
+        tile_cost=2,
+        rows=rows,
+        q_rows=q_rows,
     )
     assert schedule.worker_offsets is not None
     return [schedule.tiles, schedule.worker_offsets]

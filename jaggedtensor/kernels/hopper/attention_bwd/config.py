@@ -1,0 +1,66 @@
+"""Blocks and budgets of the backward kernel, and which problems it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
+
+ROWS = 64  # packed query rows of a block, and keys of each of the two consumers
+KEYS = 128  # of a tile
+SHARED_MEMORY = 232448  # bytes that a CTA may use
+_ARGUMENTS = 640  # bytes, at most, through which roles are given their arguments
+
+
+@dataclass(frozen=True)
+class Config:
+    """Passed to the kernel whole, as one constexpr."""
+
+    group: int  # query heads that share one of keys
+    jagged: bool
+    left: bool  # the window has a limit on this side
+    right: bool
+    q_stages: int = 2  # of the rings of Q, dO and their statistics
+    ds_stages: int = 2
+    block_d: int = 128
+    block_dv: int = 128
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Of a launch. 168 registers of 12 warps are shared out again by role: 240 for consumers, 24 for the others."""
+        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes: K and V, the rings, dS, dQ in fp32, mbarriers (each padded to 16 bytes), arguments of roles."""
+        columns = self.block_d + self.block_dv
+        halves = (KEYS + self.q_stages * ROWS) * columns + self.ds_stages * KEYS * ROWS
+        singles = 2 * self.q_stages * ROWS + ROWS * self.block_d
+        barriers = 2 * (3 + 3 * self.q_stages + self.ds_stages) + 1
+        return 2 * halves + 4 * singles + 16 * barriers + _ARGUMENTS
+
+
+def lacks(problem: AttentionProblem) -> list[str]:
+    """What of a problem the kernel does not do."""
+    reasons = []
+    if problem.query is QueryKind.BROADCAST:
+        reasons.append("takes queries of each sequence's own")
+    if problem.deterministic:
+        reasons.append("adds dQ in no order")
+    if problem.dtype.itemsize != 2:
+        reasons.append(f"does not compute in {problem.dtype}")
+    if ROWS % problem.group:
+        reasons.append(f"takes groups of 1, 2, 4, ... heads, not {problem.group}")
+    for dim in (problem.head_dim, problem.value_dim):
+        if not 64 < dim <= 128 or dim % 8:
+            reasons.append(f"takes head dimensions of 72 to 128 that are multiples of 8, not {dim}")
+    return reasons
+
+
+def select(problem: AttentionProblem) -> Config:
+    """A pure function of a problem that lacks nothing."""
+    config = Config(
+        problem.group, problem.query is QueryKind.JAGGED, problem.left != UNLIMITED, problem.right != UNLIMITED
+    )
+    assert config.shared_memory <= SHARED_MEMORY
+    return config

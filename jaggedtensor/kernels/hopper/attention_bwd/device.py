@@ -1,0 +1,373 @@
+"""Backward on Hopper where every sequence has queries of its own: a block of keys stays, queries pass.
+
+    dV = P^T dO        dS = P (dP - delta)        dK = scale * dS^T Q        dQ = scale * dS K
+
+A CTA walks tiles of 128 keys of one head, each with the blocks of 64 packed query rows that see it. Scores are computed
+with keys as rows, so that P^T and dS^T are left operands in registers, and dK and dV stay there for the tile's life.
+Roles, a warp each but for the consumers:
+
+    consumer 0   keys 0 .. 63, and columns 0 .. 63 of dQ       keys         K and V of each tile
+    consumer 1   keys 64 .. 127, and columns 64 .. 127         queries      Q and dO, a ring each
+                                                               statistics   lse and delta of each block of rows
+                                                               reducer      adds dQ to global memory, in fp32
+
+    tensor cores   S^T(i) dP^T(i)    dV             dK  dQ(i)                S^T(i + 1)
+    threads                 P^T(i)   dS^T(i)               dQ(i) out
+    barriers       q, dO full        ds full                dO, q, ds empty  dq full
+
+dQ needs dS of both consumers, which they put into shared memory. It is added in no order: who asks for the same bits
+every time is served by other kernels. TMA reads zeros past the end of a sequence and writes nothing there; a query row
+that is not there has lse = +inf and so P = 0.
+"""
+
+from triton.language.core import PropagateNan
+
+from jaggedtensor.kernels.shared import masks
+from jaggedtensor.kernels.shared.dsl import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
+from jaggedtensor.kernels.shared.ragged import ragged_place
+from jaggedtensor.kernels.shared.walk import Schedule, my_range, read_span
+
+visible = gluon.jit(masks.visible.fn)
+
+ROWS: gl.constexpr = gl.constexpr(64)  # keys of a consumer, packed query rows of a block
+HALF: gl.constexpr = gl.constexpr(64)  # columns of dQ of a consumer
+KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
+KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Channels:
+    k: Channel  # 2 x [64, D]; dK leaves through it
+    v: Channel  # 2 x [64, Dv]; dV leaves through it
+    q: Channel  # [64, D]
+    grad_out: Channel  # [64, Dv]
+    statistics: Channel  # 2 x [64] fp32: lse in log2 units and delta
+    ds: Channel  # 2 x [64, 64]: dS^T of each consumer
+    dq: Channel  # 2 x [64, 64] fp32: columns of each consumer
+    done: gl.shared_memory_descriptor  # both consumers have done with K
+
+
+@aggregate
+class Statistics:
+    """Where lse and delta are: fp32, with the same strides."""
+
+    lse: gl.tensor
+    delta: gl.tensor
+    batch: gl.tensor
+    row: gl.tensor
+    head: gl.tensor
+
+
+@aggregate
+class Tile:
+    sequence: gl.tensor
+    head: gl.tensor  # of keys
+    begin: gl.tensor  # blocks of query rows
+    end: gl.tensor
+    block: gl.tensor  # of keys
+
+
+@gluon.jit
+def read_tile(schedule, place):
+    row = schedule.tiles + place * 8
+    return Tile(
+        gl.maximum(gl.load(row), 0), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4)
+    )  # fmt: skip
+
+
+@gluon.jit
+def at_most(x, most):
+    """The lesser, and NaN if x is."""
+    return gl.minimum(x, most, propagate_nan=KEEP_NAN)
+
+
+# -- loading and storing -----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def keys_role(schedule, descriptors, channels, C: gl.constexpr):
+    k_desc, v_desc = descriptors
+    begin, end = my_range(schedule)
+    k_at, v_at = channels.k.start(), channels.v.start()
+    for t in range(begin, end):
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
+        _, k_after = channels.k.acquire_empty(k_at)
+        _, v_after = channels.v.acquire_empty(v_at)
+        for half in gl.static_range(2):
+            place = ragged_place(span.k_start, span.k_count, tile.block * KEYS + half * ROWS, tile.head)
+            channels.k.slot(k_at, half).load(k_desc, place)
+            channels.v.slot(v_at, half).load(v_desc, place)
+        k_at, v_at = k_after, v_after
+
+
+@gluon.jit
+def queries_role(schedule, descriptors, channels, C: gl.constexpr):
+    q_desc, grad_desc = descriptors
+    begin, end = my_range(schedule)
+    q_at, grad_at = channels.q.start(), channels.grad_out.start()
+    for t in range(begin, end):
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
+        for block in range(tile.begin, tile.end):
+            place = ragged_place(span.q_start, span.q_count, block * (ROWS // C.group), tile.head * C.group)
+            slot, q_at = channels.q.acquire_empty(q_at)
+            slot.load(q_desc, place)
+            slot, grad_at = channels.grad_out.acquire_empty(grad_at)
+            slot.load(grad_desc, place)
+
+
+@gluon.jit
+def statistics_role(schedule, statistics, channels, C: gl.constexpr):
+    """lse and delta of a block's rows; +inf and 0 where a row sees nothing or is not there."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    begin, end = my_range(schedule)
+    at = channels.statistics.start()
+    for t in range(begin, end):
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
+        if C.jagged:
+            base = span.q_start.to(gl.int64) * statistics.row
+        else:
+            base = tile.sequence.to(gl.int64) * statistics.batch
+        for block in range(tile.begin, tile.end):
+            row = block * ROWS + gl.arange(0, ROWS, layout)
+            i, head = row // C.group, tile.head * C.group + row % C.group
+            place = base + i.to(gl.int64) * statistics.row + head * statistics.head
+            lse = gl.load(statistics.lse + place, mask=i < span.q_count, other=float("-inf"))
+            delta = gl.load(statistics.delta + place, mask=i < span.q_count, other=0.0)
+            blind = lse == float("-inf")
+            slot, after = channels.statistics.acquire_empty(at)
+            slot.buffer.store(gl.where(blind, float("inf"), lse) * LOG2_E)
+            slot.publish()
+            slot = channels.statistics.slot(at, 1)
+            slot.buffer.store(gl.where(blind, 0.0, delta))
+            slot.publish()
+            at = after
+
+
+@gluon.jit
+def reduce_role(schedule, dq_desc, channels, C: gl.constexpr):
+    begin, end = my_range(schedule)
+    at = channels.dq.start()
+    for t in range(begin, end):
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
+        for block in range(tile.begin, tile.end):
+            slot, after = channels.dq.acquire_full(at)
+            row = block * (ROWS // C.group)
+            for half in gl.static_range(2):
+                r0, r1, r2, head, _ = ragged_place(span.q_start, span.q_count, row, tile.head * C.group)
+                tma.async_atomic_add(dq_desc, [r0, r1, r2, head, half * HALF], channels.dq.slot(at, half).buffer)
+            tma.store_wait(0)
+            slot.release()
+            at = after
+    tma.store_wait(0)
+
+
+# -- computing ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def product(a, b):
+    """Issue a b, both in shared memory."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, b.shape[1], 16])
+    nothing = gl.zeros([a.shape[0], b.shape[1]], gl.float32, layout)
+    return warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def as_operand(x, acc):
+    """The left operand of the product that goes to `acc`: no data moves."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, parent=acc.type.layout, k_width=2)
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@aggregate
+class Edge:
+    """What decides which keys the rows of a tile see."""
+
+    j: gl.tensor  # [64]: keys within the sequence
+    shift: gl.tensor  # Lk - Lq
+    left: gl.tensor
+    right: gl.tensor
+
+    @gluon.jit
+    def masked(self, p, block, first, C: gl.constexpr):
+        """P^T with 0 where a query does not see a key."""
+        if self.cuts(block, first, C):
+            column = gl.arange(0, ROWS, gl.SliceLayout(0, p.type.layout))
+            i = (block * ROWS + column) // C.group
+            seen = visible(i[None, :], self.j[:, None], self.shift, (self.left, self.right), C)
+            p = gl.where(seen, p, 0.0)
+        return p
+
+    @gluon.jit
+    def cuts(self, block, first, C: gl.constexpr):
+        """Whether some row of a block of queries does not see some key of a tile, whose first key is `first`."""
+        low, high = block * ROWS // C.group, ((block + 1) * ROWS - 1) // C.group  # queries
+        cut = first < 0
+        if C.left:
+            cut = cut | (first < high + self.shift - self.left)
+        if C.right:
+            cut = cut | (first + KEYS - 1 > low + self.shift + self.right)
+        return cut
+
+
+@gluon.jit
+def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constexpr, C: gl.constexpr):
+    D: gl.constexpr = C.block_d
+    DV: gl.constexpr = C.block_dv
+    dtype: gl.constexpr = channels.q.buffers.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    dk_desc, dv_desc = out_descs
+    begin, end = my_range(schedule)
+    k_at, v_at = channels.k.start(), channels.v.start()
+    q_at, grad_at, stat_at = channels.q.start(), channels.grad_out.start(), channels.statistics.start()
+    ds_at, dq_at = channels.ds.start(), channels.dq.start()
+    phase = 0
+    for t in range(begin, end):
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
+        first = tile.block * KEYS
+        j = first + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        edge = Edge(j, span.k_count - span.q_count, window[0], window[1])
+        dk = gl.zeros([ROWS, D], gl.float32, DK)
+        dv = gl.zeros([ROWS, DV], gl.float32, DV_LAYOUT)
+        k_slot, k_after = channels.k.acquire_full(k_at)
+        v_slot, v_after = channels.v.acquire_full(v_at)
+        for block in range(tile.begin, tile.end):
+            k_mine = channels.k.slot(k_at, PART)
+            v_mine = channels.v.slot(v_at, PART)
+            q_slot, q_after = channels.q.acquire_full(q_at)
+            s = product(k_mine.buffer, q_slot.buffer.permute((1, 0)))
+            grad_slot, grad_after = channels.grad_out.acquire_full(grad_at)
+            dp = product(v_mine.buffer, grad_slot.buffer.permute((1, 0)))
+            stat_slot, stat_after = channels.statistics.acquire_full(stat_at)
+            lse = stat_slot.buffer.load(COLUMNS)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            p = gl.exp2(at_most(s * scales[0] - lse[None, :], 0.0))
+            if C.left or C.right:
+                p = edge.masked(p, block, first, C)
+            dv = warpgroup_mma(as_operand(p.to(dtype), dv), grad_slot.buffer, dv, is_async=True)
+            delta = channels.statistics.slot(stat_at, 1).buffer.load(COLUMNS)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            ds = p * (dp - delta[None, :])
+            if dtype == gl.float16:  # of a key past the end it must not be inf, since inf * 0 is NaN
+                ds = at_most(-at_most(-ds, 65504.0), 65504.0)
+            ds = ds.to(dtype)
+            stat_slot.release()
+            channels.ds.acquire_empty(ds_at)
+            ds_mine = channels.ds.slot(ds_at, PART)
+            ds_mine.buffer.store(ds)
+            fence_async_shared()
+            ds_mine.publish()
+            dk = warpgroup_mma(as_operand(ds, dk), q_slot.buffer, dk, is_async=True)
+            ds_slot, ds_after = channels.ds.acquire_full(ds_at)
+            k_columns = channels.k.slot(k_at, 0).buffer.slice(PART * HALF, HALF, dim=1)
+            dq = product(channels.ds.slot(ds_at, 0).buffer.permute((1, 0)), k_columns)
+            k_columns = channels.k.slot(k_at, 1).buffer.slice(PART * HALF, HALF, dim=1)
+            dq = warpgroup_mma(channels.ds.slot(ds_at, 1).buffer.permute((1, 0)), k_columns, dq, is_async=True)
+            dv = warpgroup_mma_wait(3, deps=(dv,))
+            grad_slot.release()
+            dk = warpgroup_mma_wait(2, deps=(dk,))
+            q_slot.release()
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            ds_slot.release()
+            dq_slot, dq_after = channels.dq.acquire_empty(dq_at)
+            dq_mine = channels.dq.slot(dq_at, PART)
+            dq_mine.buffer.store(dq)
+            fence_async_shared()
+            dq_mine.publish()
+            q_at, grad_at, stat_at, ds_at, dq_at = q_after, grad_after, stat_after, ds_after, dq_after
+
+        # Both read K for dQ; V of my keys is mine alone.
+        mbarrier.arrive(channels.done, count=1)
+        k_mine, v_mine = channels.k.slot(k_at, PART), channels.v.slot(v_at, PART)
+        gl.barrier()
+        v_mine.buffer.store(dv.to(dtype))
+        mbarrier.wait(channels.done, phase)
+        phase ^= 1
+        k_mine.buffer.store((dk * scales[1]).to(dtype))
+        fence_async_shared()
+        place = ragged_place(span.k_start, span.k_count, first + PART * ROWS, tile.head)
+        tma.async_store(dv_desc, place, v_mine.buffer)
+        tma.async_store(dk_desc, place, k_mine.buffer)
+        tma.store_wait(0)
+        k_slot.release()
+        v_slot.release()
+        k_at, v_at = k_after, v_after
+
+
+@gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "left", "right"])
+def backward_kernel(
+    q,  # ragged descriptors of [rows, Hq, D], see shared.ragged
+    k,  # [tokens, Hkv, D]
+    v,
+    grad_out,  # [rows, Hq, Dv]
+    dk,
+    dv,
+    dq,  # fp32 [rows, Hq, D], zeros to be added to
+    lse,  # fp32 [B, Hq, Lq] or [rows, Hq]
+    delta,
+    stat_batch,
+    stat_row,
+    stat_head,  # strides of both
+    tiles,  # of the schedule, by keys
+    worker_offsets,
+    q_offsets,  # [B + 1], None unless jagged
+    k_offsets,  # [B + 1]
+    q_len,
+    scale_log2,  # scale * log2(e)
+    scale,
+    left,
+    right,
+    C: gl.constexpr,  # config.Config
+):
+    dtype: gl.constexpr = q.dtype
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_d], dtype)
+    wide_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_dv], dtype)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    single: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], gl.float32)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(done, count=2)
+    channels = Channels(
+        make_channel(dtype, [ROWS, C.block_d], wide, 1, 2, 1, 2),
+        make_channel(dtype, [ROWS, C.block_dv], wide_v, 1, 2, 1, 2),
+        make_channel(dtype, [ROWS, C.block_d], wide, C.q_stages, 2),
+        make_channel(dtype, [ROWS, C.block_dv], wide_v, C.q_stages, 2),
+        make_channel(gl.float32, [ROWS], line, C.q_stages, 2, 1, 2),
+        make_channel(dtype, [ROWS, ROWS], square, C.ds_stages, 2, 1, 2),
+        make_channel(gl.float32, [ROWS, HALF], single, 1, 1, 1, 2),
+        done,
+    )
+    schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None)
+    statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
+    scales, window = (scale_log2, scale), (left, right)
+    gl.warp_specialize(
+        [
+            (consume_role, (schedule, (dk, dv), channels, scales, window, 0, C)),
+            (consume_role, (schedule, (dk, dv), channels, scales, window, 1, C)),
+            (queries_role, (schedule, (q, grad_out), channels, C)),
+            (keys_role, (schedule, (k, v), channels, C)),
+            (statistics_role, (schedule, statistics, channels, C)),
+            (reduce_role, (schedule, dq, channels, C)),
+        ],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
+    )

@@ -1,0 +1,154 @@
+"""The Hopper backward for queries of each sequence's own on the emulator: values, races and deadlocks, in many orders."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+pytest.importorskip("greenlet")
+
+from jaggedtensor import JaggedLayout
+from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.hopper.attention_bwd import config as configuration
+from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
+from jaggedtensor.kernels.hopper.plan import plan_general_backward
+from jaggedtensor.kernels.shared.ragged import ragged
+from jaggedtensor.ops.reference import visible_keys
+from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+from jaggedtensor.testing.mutants import schedules
+
+SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    k_lengths: tuple[int, ...]
+    q_lengths: tuple[int, ...]
+    jagged: bool = True
+    kv_heads: int = 1
+    group: int = 1
+    dim: int = 128
+    dtype: torch.dtype = torch.float16
+    left: int = -1
+    right: int = -1
+    processors: int = 2
+    slack: int = 3
+
+
+def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
+    """lse and delta `[rows, Hq]`, dq, dk and dv in float64."""
+    q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    delta, dq, dk, dv = torch.zeros_like(lse), torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for b in range(len(case.k_lengths)):
+        rows, keys = slice(*q_offsets[b : b + 2]), slice(*k_offsets[b : b + 2])
+        seen = visible_keys(case.q_lengths[b], case.k_lengths[b], case.left, case.right, q.device)
+        some = seen.any(1)
+        if not some.any():
+            continue
+        for h in range(q.shape[1]):
+            key, value = k[keys, h // case.group], v[keys, h // case.group]
+            score = (scale * q[rows, h] @ key.T).masked_fill(~seen, -math.inf)
+            lse[rows, h] = score.logsumexp(1)
+            p = (score - lse[rows, h, None]).exp().masked_fill(~some[:, None], 0)
+            dp = grad_out[rows, h] @ value.T
+            delta[rows, h] = (p * dp).sum(1)
+            ds = p * (dp - delta[rows, h, None])
+            dv[keys, h // case.group] += p.T @ grad_out[rows, h]
+            dk[keys, h // case.group] += scale * ds.T @ q[rows, h]
+            dq[rows, h] += scale * ds @ key
+    return lse, delta, dq, dk, dv
+
+
+def run(case: Case, order: str, seed: int):
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    heads, batch = case.kv_heads * case.group, len(case.k_lengths)
+    kind = QueryKind.JAGGED if case.jagged else QueryKind.PER_SEQUENCE
+    q_len = None if case.jagged else case.q_lengths[0]
+    device = Device("cuda", (9, 0), case.processors, 227 << 10)
+    problem = AttentionProblem(
+        kind, q_len, heads, case.kv_heads, case.dim, case.dim, case.dtype, device, case.left, case.right
+    )
+    assert not configuration.lacks(problem)
+    config = configuration.select(problem)
+    keys, queries = (JaggedLayout.from_lengths(torch.tensor(x)) for x in (case.k_lengths, case.q_lengths))
+    q_tokens, k_tokens = sum(case.q_lengths), sum(case.k_lengths)
+    q_rows, k_rows = q_tokens + case.slack * case.jagged, k_tokens + case.slack
+    q, grad_out = normal(q_rows, heads, case.dim), normal(q_rows, heads, case.dim)
+    k, v = normal(k_rows, case.kv_heads, case.dim), normal(k_rows, case.kv_heads, case.dim)
+    scale = 1 / math.sqrt(case.dim)
+    lse, delta, dq, dk, dv = reference(
+        case, q, k, v, grad_out, queries.offsets().tolist(), keys.offsets().tolist(), scale
+    )
+    for x in (q[q_tokens:], grad_out[q_tokens:], k[k_tokens:], v[k_tokens:], delta[q_tokens:]):
+        x.fill_(math.nan)
+    if not case.jagged:
+        lse, delta = (x.view(batch, q_len, heads).transpose(1, 2).contiguous() for x in (lse, delta))
+        steps = lse.stride()
+    else:
+        steps = (0, 1, heads)
+    got_dk, got_dv, total = torch.zeros_like(k), torch.zeros_like(v), torch.zeros(q.shape)
+    tiles, worker_offsets = plan_general_backward(problem, keys, queries if case.jagged else None, k_rows, q_rows)
+    rows, group = configuration.ROWS // case.group, case.group
+    blocks = (
+        (q, rows, group, config.block_d),
+        (k, 64, 1, config.block_d),
+        (v, 64, 1, config.block_dv),
+        (grad_out, rows, group, config.block_dv),
+        (got_dk, 64, 1, config.block_d),
+        (got_dv, 64, 1, config.block_dv),
+        (total, rows, group, config.block_d // 2),
+    )
+    batch_step, head_step, row_step = steps
+    report = emulate(
+        backward_kernel,
+        (worker_offsets.shape[0] - 1,),
+        *(ragged(*block)[1]() for block in blocks),
+        lse.float(),
+        delta.float(),
+        batch_step,
+        row_step,
+        head_step,
+        tiles,
+        worker_offsets,
+        queries.offsets() if case.jagged else None,
+        keys.offsets(),
+        q_len or 0,
+        scale * math.log2(math.e),
+        scale,
+        case.left,
+        case.right,
+        config,
+        num_warps=4,
+        order=order,
+        seed=seed,
+    )
+    report.raise_if_bad()
+    assert report.shared_peak <= configuration.SHARED_MEMORY
+    for name, got, wanted in (("dq", total * scale, dq), ("dk", got_dk, dk), ("dv", got_dv, dv)):
+        error = (got.double() - wanted).norm() / wanted.norm()
+        assert error < 2e-2, f"{name}: {error}"
+    return report
+
+
+CASES = {
+    "tiles of one block and of several": Case((150, 0, 64, 1, 300), (100, 3, 0, 65, 200)),
+    "causal": Case((150, 20, 290), (150, 64, 200), right=0),
+    "a window, two heads in groups of two": Case((300, 5), (290, 9), kv_heads=2, group=2, left=40, right=70),
+    "queries per sequence": Case((65, 130, 0), (70, 70, 70), jagged=False, dim=72, dtype=torch.bfloat16),
+    "more CTAs than tiles": Case((70,), (5,), processors=4),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_values_are_right_under_every_order(case):
+    for order, seed in schedules(SEEDS):
+        run(case, order, seed)
