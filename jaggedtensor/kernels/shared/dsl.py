@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING
 
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout as TensorMemoryLayout
+from triton.experimental.gluon.language.nvidia.blackwell import add2 as add2
+from triton.experimental.gluon.language.nvidia.blackwell import allocate_tensor_memory as allocate_tensor_memory
+from triton.experimental.gluon.language.nvidia.blackwell import fma2 as fma2
+from triton.experimental.gluon.language.nvidia.blackwell import mul2 as mul2
+from triton.experimental.gluon.language.nvidia.blackwell import sub2 as sub2
+from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_commit as tcgen05_commit
+from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_mma as tcgen05_mma
+from triton.experimental.gluon.language.nvidia.blackwell import tensor_memory_descriptor as tensor_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence_async_shared
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as mbarrier
 from triton.experimental.gluon.language.nvidia.hopper import tma as tma
@@ -24,7 +33,7 @@ REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "
 
 @gluon.jit
 def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same bytes of shared memory with another dtype, shape and layout."""
+    """The same bytes of shared or tensor memory with another dtype, shape and layout."""
     if REINTERPRETS:
         return buffer.reinterpret(dtype, shape, layout)
     else:

@@ -16,14 +16,14 @@ class Results:
 
 
 @gluon.jit
-def store_by_pointers(results, out, tile, span, first, C: gl.constexpr):
-    """O [M, Dv], packed rows from `first` on, where the rows of a tile are not a block that TMA can store."""
+def store_by_pointers(results, out, tile, span, first, C: gl.constexpr, column: gl.constexpr = 0):
+    """Columns of O from `column` on, packed rows from `first` on, where these are not a block that TMA can store."""
     row = first + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
-    column = gl.arange(0, C.block_dv, gl.SliceLayout(0, out.type.layout))
+    at = column + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
     i, g = row // C.group, row % C.group
     place = ((span.q_start + i).to(gl.int64) * C.q_heads + tile.head * C.heads + g) * C.value_dim
-    mask = ((i < span.q_count) & (g < C.heads))[:, None] & (column < C.value_dim)[None, :]
-    gl.store(results.out + place[:, None] + column[None, :], out.to(results.out.dtype.element_ty), mask=mask)
+    mask = ((i < span.q_count) & (g < C.heads))[:, None] & (at < C.value_dim)[None, :]
+    gl.store(results.out + place[:, None] + at[None, :], out.to(results.out.dtype.element_ty), mask=mask)
 
 
 @gluon.jit

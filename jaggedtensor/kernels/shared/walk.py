@@ -100,3 +100,9 @@ def start_walk(schedule, begin, end):
     return Walk(
         schedule, tile, read_span(schedule, tile.sequence), read_tile(schedule, gl.minimum(begin + 1, last)), last
     )
+
+
+@gluon.jit
+def query_of(tile, C: gl.constexpr):
+    """A number for the Q that a tile needs, if several tiles may share it."""
+    return tile.head * C.q_blocks + tile.q_block

@@ -1,0 +1,60 @@
+"""Arithmetic of rows that a thread holds whole, as tensor memory gives them: packed in pairs, nothing moves."""
+
+from triton.language.core import PropagateNan
+
+from jaggedtensor.kernels.shared.dsl import add2, fma2, gl, gluon, mul2, sub2
+
+KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
+ROUNDER: gl.constexpr = gl.constexpr(12582912.0)  # 1.5 * 2 ** 23: a sum with it has no fraction
+# 2 ** x for |x| <= 1/2 is about 1 + x * (C1 + x * (C2 + x * C3)), to a relative 1.1e-4.
+C1: gl.constexpr = gl.constexpr(0.6932829304710765)
+C2: gl.constexpr = gl.constexpr(0.24221100969447418)
+C3: gl.constexpr = gl.constexpr(0.055008951242194605)
+
+
+@gluon.jit
+def halves(x):
+    """[M, N] to two of [M, N / 2]."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def pieces_of(x, n: gl.constexpr):
+    """[M, N] to a tuple of n (a power of two) of [M, N / n], from left to right."""
+    if n == 1:
+        return (x,)
+    else:
+        left, right = halves(x)
+        return pieces_of(left, n // 2) + pieces_of(right, n // 2)
+
+
+@gluon.jit
+def folded(x):
+    """[M, N] to [M, 2]: sums by column modulo 2."""
+    if x.shape[1] == 2:
+        return x
+    else:
+        left, right = halves(x)
+        return folded(add2(left, right))
+
+
+@gluon.jit
+def exp2_by_polynomial(x):
+    """2 ** x without the special function unit, for x below 127: to a relative 1.1e-4, and 2 ** -125 for all below.
+
+    The integer part goes to the exponent, a polynomial of the rest to the fraction (Cody and Waite 1980); NaN stays NaN.
+    """
+    x = gl.maximum(x, -125.0, propagate_nan=KEEP_NAN)
+    rounded = add2(x, ROUNDER)
+    rest = sub2(x, sub2(rounded, ROUNDER))
+    power = ((rounded.to(gl.int32, bitcast=True) << 23) + 0x3F800000).to(gl.float32, bitcast=True)
+    y = fma2(rest, C3, C2)
+    y = fma2(y, rest, C1)
+    y = fma2(y, rest, 1.0)
+    return mul2(y, power)
+
+
+@gluon.jit
+def by_row(x, like):
+    """[M] as a column for a block [M, N]: no data moves."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True), 1)

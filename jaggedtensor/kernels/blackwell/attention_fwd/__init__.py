@@ -1,0 +1,1 @@
+"""Forward: config (blocks and budgets for a problem), device (timeline, roles, entry), launch."""

@@ -1,0 +1,121 @@
+"""Blocks, roles and budgets of the forward kernel. Chosen by arithmetic and by what compiles without spills: see
+docs/kernels/blackwell-forward.md."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
+
+ROWS = 128  # packed query rows of a lane: what one tcgen05.mma takes
+SHARED_MEMORY = 232448  # bytes that a CTA may use
+TENSOR_COLUMNS = 512  # of tensor memory
+ROLES_STATE = 512  # bytes that the compiler adds for roles, at most
+REGISTERS = 512  # of a thread of each of four groups of four warps, in all
+MAX_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """Passed to the kernel whole, as one constexpr."""
+
+    streams: bool  # the lanes are two streams of keys for the same 128 rows, not 128 rows each
+    block_n: int  # keys
+    kv_stages: int
+    block_d: int  # D and Dv, rounded up to 64 or 128; the columns past them are zeros
+    block_dv: int  # the same
+    block_m: int  # packed query rows of a CTA
+    q_parts: int  # of 128 rows
+    q_stages: int = 1
+    pieces: int = 4  # that a block of P is made and stored in
+    polynomials: int = 0  # pieces whose exponentials are polynomials
+    limit: int = 8  # log2 units that a row's peak may grow by before O fades
+    correction_columns: int = 32  # of O at a time
+    correction_registers: int = 96  # of a thread: what the others leave
+    softmax_registers: int = 192
+    single_registers: int = 32  # of the roles of one warp
+    tma_store: bool = True  # O leaves by TMA: not where rows of a tile are nobody's, beside heads of the next group
+    heads: int = 1  # query heads of each head of keys
+    group: int = 1  # the same, rounded up to a power of two: row r of a tile is query r // group of head r % group
+    q_heads: int = 1
+    value_dim: int = 64
+    q_blocks: int = 1  # of a sequence, where all have the same query
+    broadcast: bool = False
+    resident: bool = False  # tiles that follow each other may share a query
+    jagged: bool = False
+    left: bool = False  # the window has a limit on this side
+    right: bool = False
+    windowed: bool = False
+    masked: bool = False  # by a list of blocks
+    tile_cost: int = 1  # what starting and finishing a tile costs, in KV blocks
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Of a launch."""
+        return {"num_warps": 4, "enable_fp_fusion": True}
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes, at most: Q, the ring of K and V, staging for O, peaks, sums, mbarriers (each padded to 16 bytes)."""
+        rows = self.q_parts * ROWS
+        elements = rows * (self.q_stages * self.block_d + self.block_dv) + self.kv_stages * self.block_n * self.block_d
+        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 6
+        return 2 * elements + 4 * 2 * 2 * ROWS + 16 * barriers + ROLES_STATE
+
+    @property
+    def tensor_columns(self) -> int:
+        """Of tensor memory: S and O of each lane."""
+        return 2 * (self.block_n + self.block_dv)
+
+
+@functools.lru_cache(maxsize=512)
+def select(problem: AttentionProblem, **chosen: int) -> Config:
+    """A pure function of the problem. `chosen` fields are taken as they are, for comparisons."""
+    wide = 64 if max(problem.head_dim, problem.value_dim) <= 64 else 128
+    group = 1 << (problem.group - 1).bit_length()
+    rows = None if problem.q_len is None else problem.q_len * group
+    broadcast = problem.query is QueryKind.BROADCAST
+    # Rows past the first 128 would be another tile, which reads all keys again; fewer than that leave a lane idle.
+    streams = bool(chosen.pop("streams", rows is not None and rows <= ROWS))
+    q_parts = 1 if streams else 2
+    fields = dict(
+        streams=streams,
+        block_n=128,
+        kv_stages=0,
+        block_d=wide,
+        block_dv=wide,
+        block_m=q_parts * ROWS,
+        q_parts=q_parts,
+        # P of fp16 must hold 2 ** limit times 2 ** 8, what scores beyond `softmax.STEEP` may be rounded by.
+        limit=8 if problem.dtype == torch.bfloat16 else 7,
+        correction_registers=96 if streams else 104,
+        single_registers=32 if streams else 24,
+        tma_store=group == problem.group,
+        heads=problem.group,
+        group=group,
+        q_heads=problem.q_heads,
+        value_dim=problem.value_dim,
+        q_blocks=1 if rows is None else -(-rows // (q_parts * ROWS)),
+        broadcast=broadcast,
+        resident=broadcast,
+        jagged=problem.query is QueryKind.JAGGED,
+        left=problem.left != UNLIMITED,
+        right=problem.right != UNLIMITED,
+        windowed=problem.windowed,
+        masked=problem.masked,
+    )
+    fields |= chosen
+    if not fields["kv_stages"]:
+        empty = Config(**fields)
+        each = 2 * empty.block_n * wide + 2 * 16
+        fields["kv_stages"] = min(8, (SHARED_MEMORY - empty.shared_memory) // each)
+    config = Config(**fields)
+    asked = config.correction_registers + 2 * config.softmax_registers + config.single_registers
+    assert asked <= REGISTERS, config
+    assert config.kv_stages >= 3, config
+    assert config.shared_memory <= SHARED_MEMORY, config
+    assert config.tensor_columns <= TENSOR_COLUMNS, config
+    return config

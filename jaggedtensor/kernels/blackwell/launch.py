@@ -1,0 +1,3 @@
+"""The launchers of the Blackwell kernels."""
+
+from jaggedtensor.kernels.blackwell.attention_fwd.launch import forward as forward

@@ -1,0 +1,58 @@
+"""What the Blackwell kernels can serve, and the schedules that they take, asked of the layout, which keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
+from jaggedtensor.problem import AttentionProblem
+from jaggedtensor.schedules.types import ScheduleKind
+
+if TYPE_CHECKING:
+    from jaggedtensor.layout import JaggedLayout
+
+
+def lacks(problem: AttentionProblem) -> list[str]:
+    """Why these kernels cannot serve a problem on an SM100 in half precision; empty if they can."""
+    reasons = []
+    if problem.group > forward.ROWS:
+        reasons.append(f"packs up to {forward.ROWS} query heads for each head of keys, not {problem.group}")
+    dims = f"{problem.head_dim} and {problem.value_dim}"
+    if max(problem.head_dim, problem.value_dim) > forward.MAX_HEAD_DIM:
+        reasons.append(f"takes head dimensions up to {forward.MAX_HEAD_DIM}, not {dims}")
+    elif problem.head_dim % 8 or problem.value_dim % 8:
+        reasons.append(f"takes head dimensions of whole 16 bytes (multiples of 8), not {dims}")
+    return reasons
+
+
+def plan_forward(
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    select: Callable[[AttentionProblem], forward.Config] = forward.select,
+) -> list[Tensor]:
+    """Tiles and worker offsets: the longest first, dealt back and forth to one CTA for each multiprocessor."""
+    config = select(problem)
+    q_len = problem.q_len if query is None else query
+    assert q_len is not None
+    schedule = keys.schedule(
+        ScheduleKind.ZIGZAG,
+        q_len=q_len,
+        heads=problem.kv_heads,
+        group=config.group,
+        block_q=config.block_m,
+        block_kv=config.block_n,
+        workers=problem.device.processors,
+        left=problem.left,
+        right=problem.right,
+        tile_cost=config.tile_cost,
+        rows=rows,
+        q_rows=q_rows,
+    )
+    assert schedule.worker_offsets is not None
+    return [schedule.tiles, schedule.worker_offsets]
