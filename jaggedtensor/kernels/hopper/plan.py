@@ -10,7 +10,7 @@ from torch import Tensor
 from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
-from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, select
+from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
 from jaggedtensor.problem import AttentionProblem
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
@@ -36,11 +36,11 @@ def plan_forward(
     rows: int,
     q_rows: int,
     block_mask: Tensor | None = None,
-    **chosen: int,
+    config: Config | None = None,
 ) -> list[Tensor]:
     """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to one
     CTA for each multiprocessor."""
-    config = select(problem, **chosen)
+    config = select(problem) if config is None else config
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}

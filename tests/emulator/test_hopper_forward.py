@@ -1,0 +1,121 @@
+"""The Hopper forward on the emulator: values, races, fences and deadlocks, in many orders of its roles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+pytest.importorskip("greenlet")
+
+from jaggedtensor import JaggedTensor
+from jaggedtensor.block_masks import MASK_BLOCK
+from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.hopper.attention_fwd import launch
+from jaggedtensor.kernels.hopper.attention_fwd.config import budget, select
+from jaggedtensor.kernels.hopper.plan import lacks, plan_forward
+from jaggedtensor.ops.attention import _window
+from jaggedtensor.ops.reference import attend_reference
+from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device, QueryKind
+from jaggedtensor.testing import AttentionCase
+from jaggedtensor.testing.budgets import assert_within_budget
+from jaggedtensor.testing.guards import poison_free_memory
+from jaggedtensor.testing.mutants import schedules
+
+SEEDS = 2
+B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
+
+
+def case_of(k_lengths, query=B, q_length=128, q_lengths=(), dim=64, value_dim=None, heads=1, kv_heads=1, **options):
+    settings = dict(dtype=torch.float16, k_slack=3, q_slack=2, **options)
+    sizes = dict(dim=dim, value_dim=value_dim or dim, heads=heads, kv_heads=kv_heads)
+    return AttentionCase(k_lengths, query=query, q_length=q_length, q_lengths=q_lengths, **sizes, **settings)
+
+
+# Two CTAs, so each has several tiles; KV blocks are 64 keys for a short broadcast query, else 128.
+CASES = {
+    "broadcast, two heads": case_of((130, 0, 64, 65, 300), heads=2, kv_heads=2),
+    "longer than the rings are deep": case_of((900, 1)),
+    "one consumer": case_of((130, 0, 64), q_length=21),
+    "an empty part, heads in groups of two": case_of((130, 0, 64), q_length=70, heads=4, kv_heads=2),
+    "three heads for one": case_of((130, 0, 64), J, q_lengths=(50, 3, 30), heads=3),
+    "jagged": case_of((130, 0, 64, 265), J, q_lengths=(200, 3, 0, 64), dim=128),
+    "causal, more queries than keys": case_of((30, 0, 64, 65), J, q_lengths=(200, 300, 5, 300), causal=True),
+    "causal, one query for all": case_of((30, 0, 64), q_length=200, heads=4, kv_heads=2, causal=True),
+    "window": case_of((500, 0, 64), P, q_length=70, heads=4, kv_heads=2, window=(150, 5)),
+    "256": case_of((130, 0, 64), q_length=70, dim=256),
+    "dimensions that differ": case_of((130, 0, 64), J, q_lengths=(150, 3, 20), dim=40, value_dim=72),
+    "nothing at all": case_of((0, 0)),
+}
+
+
+def run(case, monkeypatch, order, seed, mask=None, **chosen):
+    """out and lse from the emulator, within budget of float64; what is not written is NaN."""
+    query, keys, values = case.inputs()
+    q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
+    layout = query.layout if isinstance(query, JaggedTensor) else None
+    q_offsets = None if layout is None else layout.offsets()
+    k, v = keys.values().detach(), values.values().detach()
+    left, right = _window(case.causal, case.window)
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, False, mask is not None)
+    problem = replace(problem, device=Device("cuda", (9, 0), 2, 227 << 10))
+    assert not lacks(problem)
+    config = select(problem, **chosen)
+    schedule = plan_forward(problem, keys.layout, layout, k.shape[0], q.shape[0], mask, config)
+    reports = []
+
+    class Emulated:
+        def __init__(self, kernel, options):
+            self.kernel = kernel
+
+        def launch(self, programs, descriptors, args, aligned):
+            blocks = (make() for _, make in descriptors)
+            settings = dict(num_warps=4, order=order, seed=seed)
+            reports.append(emulate(self.kernel, (programs,), *blocks, *args, **settings))
+
+    monkeypatch.setattr(launch, "Variant", Emulated)
+    monkeypatch.setattr(launch, "_CALLS", {})
+    poison_free_memory(1 << 20, "cpu")
+    scale = q.shape[-1] ** -0.5
+    args = AttentionArgs(problem, q, k, v, q_offsets, keys.offsets(), scale, True, False, schedule, mask)
+    out, lse = launch.forward(args, config)
+    for report in reports:
+        report.raise_if_bad()
+        assert report.shared_peak <= budget(config.ctas)
+    if mask is None:
+        exact, low = case.exact(), case.low()
+        expected, close = (exact.out, exact.lse), (low.out, low.lse)
+    else:
+        options = dict(scale=scale, left=left, right=right, block_mask=mask)
+        expected = attend_reference(q.double(), k.double(), v.double(), q_offsets, keys.offsets(), **options)
+        close = attend_reference(q, k, v, q_offsets, keys.offsets(), **options)
+    assert_within_budget(out, close[0], expected[0], "out")
+    assert_within_budget(lse, close[1].float(), expected[1], "lse")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_values_are_right_under_every_order(case, monkeypatch):
+    for order, seed in schedules(SEEDS):
+        run(case, monkeypatch, order, seed)
+
+
+@pytest.mark.parametrize("case", ["broadcast, two heads", "jagged", "causal, more queries than keys"])
+def test_tiles_that_begin_by_themselves(case, monkeypatch):
+    for order, seed in schedules(1):
+        run(CASES[case], monkeypatch, order, seed, crosses=False)
+
+
+def test_consumers_of_128_rows(monkeypatch):
+    for order, seed in schedules(1):
+        run(CASES["broadcast, two heads"], monkeypatch, order, seed, rows=128, consumers=1, ctas=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_block_masks(options, monkeypatch):
+    case = case_of((700, 0, 300), J, q_lengths=(300, 4, 129), **options)
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(3, -(-300 // MASK_BLOCK), -(-700 // MASK_BLOCK), generator=generator) < 0.6
+    for order, seed in schedules(1):
+        run(case, monkeypatch, order, seed, mask)
