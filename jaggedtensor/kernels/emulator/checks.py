@@ -85,6 +85,7 @@ class Machine:
 
     number: int  # of the program, from 1
     owners: list[str]  # by timeline
+    compiler_fences: bool  # whether those count that the compiler adds where a role reads what it stored itself
     synchronised: bool  # whether programs order each other through global words
 
     def find(self, kind: str, message: str, actor=None, chain=None, advice: str = "") -> Finding:
@@ -223,13 +224,7 @@ def _record(actor: Actor, footprint: Footprint) -> Record:
 def twin(view: View, memory: Memory) -> Allocation:
     """The allocation that a view means in `memory`: its own, or the same bytes of another CTA."""
     own = view.allocation
-    if own.memory is memory:
-        return own
-    found = next((a for a in memory.allocations if a.start == own.start), None)
-    if found is None:  # the other CTA has not come so far, or has given the bytes back
-        found = Allocation(memory, own.name, own.start, own.nbytes, own.where)
-        found.valid = -1
-    return found
+    return own if own.memory is memory else memory.at(own)
 
 
 def load(actor: Actor, view: View, memory: Memory):
