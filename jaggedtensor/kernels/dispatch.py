@@ -18,6 +18,8 @@ from torch import Tensor
 
 from jaggedtensor import env
 from jaggedtensor.errors import fail
+from jaggedtensor.kernels.blackwell.plan import lacks as blackwell_lacks
+from jaggedtensor.kernels.blackwell.plan import plan_forward as plan_blackwell_forward
 from jaggedtensor.kernels.hopper.plan import backward_lacks as hopper_backward_lacks
 from jaggedtensor.kernels.hopper.plan import lacks as hopper_lacks
 from jaggedtensor.kernels.hopper.plan import plan_backward as plan_hopper_backward
@@ -64,6 +66,14 @@ def plan_hopper(
     if hopper_backward_lacks(problem):
         return forward, plan_portable(problem, keys, query, rows, q_rows, True, *block_mask)[1]
     return forward, plan_hopper_backward(problem, keys, rows)
+
+
+def plan_blackwell(
+    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
+) -> Schedules:
+    """The portable kernels do the backward pass."""
+    forward = plan_blackwell_forward(problem, keys, query, rows, q_rows)
+    return forward, plan_portable(problem, keys, query, rows, q_rows, True)[1] if train else []
 
 
 def nothing_more(problem: AttentionProblem) -> list[str]:
@@ -185,6 +195,18 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         masks=True,
         backward="portable",
         backward_limits=hopper_backward_lacks,
+    ),
+    Implementation(
+        "blackwell",
+        "jaggedtensor.kernels.blackwell.launch",
+        ("cuda",),
+        _HALVES,
+        plan=plan_blackwell,
+        needs_gluon=True,
+        arch=10,
+        limits=blackwell_lacks,
+        backward="portable",
+        backward_limits=lambda problem: ["has no backward pass of its own"],
     ),
 )
 

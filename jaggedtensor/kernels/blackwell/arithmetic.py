@@ -42,7 +42,7 @@ def folded(x):
 def exp2_by_polynomial(x):
     """2 ** x without the special function unit, for x below 127: to a relative 1.1e-4, and 2 ** -125 for all below.
 
-    The integer part goes to the exponent, a polynomial of the rest to the fraction (Cody and Waite 1980); NaN stays NaN.
+    The integer part goes to the exponent, a polynomial of the rest to the fraction (Cody and Waite 1980). NaN stays.
     """
     x = gl.maximum(x, -125.0, propagate_nan=KEEP_NAN)
     rounded = add2(x, ROUNDER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     # Rows past the first 128 would be another tile, which reads all keys again; fewer than that leave a lane idle.
     streams = bool(chosen.pop("streams", rows is not None and rows <= ROWS))
     q_parts = 1 if streams else 2
-    fields = dict(
+    fields: dict[str, Any] = dict(
         streams=streams,
         block_n=128,
         kv_stages=0,

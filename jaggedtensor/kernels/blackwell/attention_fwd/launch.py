@@ -1,0 +1,85 @@
+"""Launches the forward kernel. Its arguments are checked already."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from jaggedtensor.kernels.blackwell.attention_fwd.config import ROWS, Config, select
+from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
+from jaggedtensor.kernels.shared.direct import Descriptor, Variant
+from jaggedtensor.kernels.shared.fill import outputs
+from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
+from jaggedtensor.problem import AttentionArgs
+
+SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
+MANY = 512
+
+
+class Call(NamedTuple):
+    """What calls of the same problem, strides and scale have in common."""
+
+    variant: Variant
+    blocks: tuple[tuple[int, int, int], ...]  # of q, k, v and out: rows, heads, columns
+    steps: tuple[int, int, int]  # of lse: batch, row, head
+    ends: tuple[Any, ...]  # the last arguments
+
+
+_CALLS: dict[Any, Call] = {}  # a model has a few
+
+
+def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse, 0 and -inf for a row that sees no key.
+
+    Operands that TMA cannot address (columns apart, rows not at multiples of 16 bytes) are copied first, and so is the
+    query for a negative scale.
+    """
+    problem, (tiles, worker_offsets) = args.problem, args.schedule
+    q, k, v = (x if takes(x) else x.contiguous() for x in (args.q, args.k, args.v))
+    if args.scale < 0:
+        q = -q
+    q_offsets, k_offsets = args.q_offsets, args.k_offsets
+    with device_of(k):
+        out, lse = outputs(args)
+        if out.numel() == 0 or not tiles.shape[0]:
+            return out, lse
+        if q.dim() == 4:
+            q = q.flatten(0, 1)
+        rows = out if out.dim() == 3 else out.flatten(0, 1)
+        places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
+        places |= 0 if q_offsets is None else q_offsets.data_ptr()
+        key = (
+            problem, config, k.device, args.scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
+            rows.shape[0] == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
+        )  # fmt: skip
+        call = _CALLS.get(key)
+        if call is None:
+            if len(_CALLS) > MANY:
+                _CALLS.clear()
+            call = _CALLS[key] = _prepare(args, lse, select(problem) if config is None else config)
+        descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, rows), call.blocks, strict=True)]
+        call.variant.launch(
+            worker_offsets.shape[0] - 1,
+            descriptors,
+            (out, lse, *call.steps, tiles, worker_offsets, None, q_offsets, k_offsets, *call.ends),
+            not places % 16,
+        )
+    return out, lse
+
+
+def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
+    """Its shape and strides are the call's."""
+    return x.data_ptr(), lambda: ragged(x, *block)[1]()
+
+
+def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
+    problem = args.problem
+    steps = (lse.stride(0), lse.stride(2), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0), lse.stride(1))
+    scale = max(abs(args.scale) * math.log2(math.e), SMALLEST_SCALE)
+    query = (ROWS // config.group, config.group, config.block_d)
+    keys = (config.block_n, 1, config.block_d)
+    coarse = 2.0 ** round(math.log2(scale))
+    ends = (problem.q_len or 0, scale, coarse, problem.left, problem.right, config)
+    return Call(Variant(forward_kernel, config.options), (query, keys, keys, query), steps, ends)
