@@ -72,6 +72,12 @@ def test_a_store_needs_a_fence_before_and_a_wait_after():
     assert statuses(fence_kernel, descriptor(), STORES=2, FENCE=True, PENDING=1) == {"race"}
 
 
+def test_fences_that_the_compiler_adds_within_a_role_count_if_asked_for():
+    unfenced = {"STORES": 1, "FENCE": False, "PENDING": 0, "compiler_fences": True}
+    assert statuses(fence_kernel, descriptor(), **unfenced) == {"ok"}
+    assert statuses(reader_fence_kernel, descriptor(), WHERE="after", compiler_fences=True) == {"missing fence"}
+
+
 def test_a_fence_that_a_later_reader_makes_counts_too():
     assert statuses(reader_fence_kernel, descriptor(), WHERE="reader") == {"ok"}
     assert statuses(reader_fence_kernel, descriptor(), WHERE="writer") == {"ok"}

@@ -245,3 +245,14 @@ def test_assertions_of_the_kernel_are_findings():
     assert report.status == "kernel raised"
     assert "n is small" in str(report)
     assert "test_core_language.py" in str(report)
+
+
+@gluon.jit
+def failing_kernel(out):
+    gl.store(out, gl.zeros([4], gl.float32, LAYOUT).to(gl.int32).gather(gl.full([4], 9, gl.int32, LAYOUT), 0))
+
+
+def test_a_fault_of_the_emulator_is_not_blamed_on_the_kernel():
+    report = run(failing_kernel, torch.zeros(4, dtype=torch.int32))
+    assert report.status == "emulator failed"
+    assert "language/arithmetic.py:" in str(report)

@@ -41,6 +41,7 @@ def double_role(target, steps, ring, full, empty, EARLY: gl.constexpr):
         if EARLY:
             mbarrier.arrive(empty.index(i % 2))
         value = ring.index(i % 2).load(LAYOUT)
+        fence_async_shared()
         if not EARLY:
             mbarrier.arrive(empty.index(i % 2))
         tma.store_wait(0)

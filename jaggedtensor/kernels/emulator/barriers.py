@@ -31,6 +31,7 @@ class Mbarrier:
     init_timeline: int
     init_time: int
     bytes: int = 0
+    issued: int = 0  # bytes of copies issued in this phase
     completed: int = 0
     clock: list = field(default_factory=list)  # of all arrivals so far
     fenced: list = field(default_factory=list)
@@ -156,6 +157,7 @@ def _complete(actor: Actor, barrier: Mbarrier) -> None:
             )
     barrier.completed += 1
     barrier.pending = barrier.count
+    barrier.issued = 0
     barrier.released = (list(barrier.clock), list(barrier.fenced))
     barrier.completed_by = tuple(barrier.arrivals)
     barrier.arrivals.clear()

@@ -114,10 +114,13 @@ def _conflict(actor: Actor, allocation: Allocation, record: Record, doing: str, 
 
 def _check_fence(actor: Actor, allocation: Allocation, record: Record, doing: str, did: str) -> None:
     """An engine's access of shared memory after an ordinary one that it conflicts with needs a fence between, on either
-    side of what orders the two (PTX ISA, "Causality order": proxies)."""
+    side of what orders the two (PTX ISA, "Causality order": proxies). Triton's compiler adds those within a role."""
     if not (actor.asynchronous and record.generic) or allocation.memory.tensor:
         return  # tensor memory has no proxies
     if seen(actor.fenced, record.timeline, record.time):
+        return
+    machine = actor.machine
+    if machine.compiler_fences and machine.owners[record.timeline] == machine.owners[actor.timeline]:
         return
     other = lines_of(record.where)
     actor.machine.find(

@@ -27,6 +27,8 @@ class TmaLoad(Operation):
         for cta, target, (owner, address, _) in targets:
             barrier = owner.barriers.get(address)
             self.phases.append(None if barrier is None else barrier.completed)
+            if barrier is not None:
+                barrier.issued += self.size
             if checks.twin(target, cta.shared).valid & target.footprint().mask:
                 target.poison(cta.shared)
         self.steps = len(targets)

@@ -134,6 +134,12 @@ class KernelRaised(EmulationError):
     kind = "kernel raised"
 
 
+class EmulatorFailed(EmulationError):
+    """The emulator's own Python raised, on what the kernel asked of it: not the kernel's fault, or not known to be."""
+
+    kind = "emulator failed"
+
+
 KINDS = {
     error.kind: error
     for error in (
@@ -152,5 +158,6 @@ KINDS = {
         BadOperand,
         TooLong,
         KernelRaised,
+        EmulatorFailed,
     )
 }

@@ -119,6 +119,7 @@ class Memory:
         self.data = torch.full((LANES * LANE_BYTES if self.tensor else SHARED_BYTES,), POISON, dtype=torch.uint8)
         self.allocations: list[Allocation] = []
         self.dead: list[Allocation] = []  # given back, but accesses of theirs may still be under way
+        self.early: dict[int, Allocation] = {}  # by start: used by another CTA before this one has come to allocate it
         self.peak = 0
         self.peak_columns = 0
         self._views: dict[torch.dtype, torch.Tensor] = {}
@@ -144,8 +145,12 @@ class Memory:
         start = self.fit(size, alignment)
         if start is None:
             return None
-        allocation = Allocation(self, name, start, size, where)
         self.peak = max(self.peak, start + size)
+        early = self.early.pop(start, None)
+        if early is not None and early.nbytes == size:
+            self.allocations.append(early)
+            return early
+        allocation = Allocation(self, name, start, size, where)
         for old in self.dead:
             if old.start < start + size and start < old.start + old.nbytes:
                 allocation.writes += old.writes
@@ -153,6 +158,15 @@ class Memory:
         self.allocations.append(allocation)
         self._poison(start, size)
         return allocation
+
+    def at(self, other: Allocation) -> Allocation:
+        """This CTA's buffer at the place of another CTA's: all of a kernel's buffers are there from its start."""
+        for allocation in self.allocations:
+            if allocation.start == other.start:
+                return allocation
+        if other.start not in self.early:
+            self.early[other.start] = Allocation(self, other.name, other.start, other.nbytes, other.where)
+        return self.early[other.start]
 
     def release(self, allocation: Allocation) -> None:
         """The kernel has dropped its last descriptor; accesses under way are still held against later users."""
@@ -163,7 +177,8 @@ class Memory:
     def renew(self) -> None:
         """For the next CTA: nothing allocated, what was used poisoned."""
         self._poison(0, self.peak)
-        self.allocations, self.dead, self.peak, self.peak_columns = [], [], 0, 0
+        self.allocations, self.dead, self.early = [], [], {}
+        self.peak = self.peak_columns = 0
 
     def _poison(self, start: int, size: int) -> None:
         if self.tensor:

@@ -355,7 +355,7 @@ class Cluster(Machine):
                     f"{role.label} (CTA {role.cta.rank}) waits for parity {parity} of {barrier.describe()}{at}"
                 )
                 advice.append(f"{barrier.name}: {barrier.whose()}")
-                if barrier.pending == 0 and barrier.bytes:
+                if barrier.pending == 0 and barrier.bytes and barrier.issued:
                     stuck_bytes.append(barrier)
             else:
                 lines.append(f"{role.label} (CTA {role.cta.rank}) waits for {why}{at}")
@@ -409,6 +409,10 @@ class Cluster(Machine):
         join(word["clock"], role.clock)
         join(word["fenced"], role.fenced)
         role.tick()
+
+    @property
+    def compiler_fences(self) -> bool:  # type: ignore[override]
+        return self.launch.compiler_fences
 
     @property
     def synchronised(self) -> bool:  # type: ignore[override]

@@ -5,6 +5,7 @@ import inspect
 import random
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from jaggedtensor.kernels.emulator.roles import ORDERS, Cluster, Cta, Role, Stop
 from jaggedtensor.kernels.emulator.translate import Translator, plain
 
 TARGETS = ("sm90", "sm100")
+HERE = str(Path(__file__).parent)
+REFUSALS = (TypeError, ValueError, AssertionError, AttributeError)
 
 
 class Launch:
@@ -38,6 +41,7 @@ class Launch:
         self.body: Callable[[], Any] = lambda: None
         self.exhausted = False
         self.maxnreg: int | None = None
+        self.compiler_fences = False
         self.started = 0  # programs so far
         self.synchronised = False
 
@@ -67,9 +71,16 @@ def _guarded(work: Callable[[], Any]) -> Callable[[], Any]:
         except (UnknownBuiltin, EmulationError) as error:
             role.cluster.failure = error
         except Exception as error:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if "kernels/emulator/" not in f.filename]
+            every = traceback.extract_tb(error.__traceback__)
+            frames = [f for f in every if not f.filename.startswith(HERE)]
+            # What an emulated function refuses by these is what the compiler would refuse.
+            kernel = isinstance(error, REFUSALS) or not every[-1].filename.startswith(HERE)
             finding = role.cluster.find(
-                "kernel raised", f"{type(error).__name__}: {error}", role, chain=(), advice="the kernel's own Python"
+                "kernel raised" if kernel else "emulator failed",
+                f"{type(error).__name__}: {error}",
+                role,
+                chain=(),
+                advice="the kernel's own Python" if kernel else f"{every[-1].filename}:{every[-1].lineno}",
             )
             finding.where = [f"{f.filename}:{f.lineno} in {f.name}" for f in reversed(frames)]
             finding.error = error  # type: ignore[attr-defined]
@@ -93,13 +104,16 @@ def emulate(
     events: bool = True,
     maxnreg: int | None = None,
     enable_fp_fusion: bool = True,
+    compiler_fences: bool = False,
     **kwargs,
 ) -> Report:
     """Runs a `@gluon.jit` kernel with CPU tensors and host-side tensor descriptors; results are written into them.
 
     `grid` counts clusters, as Gluon's does. `order` is one of ORDERS, `seed` draws from it. Whatever is wrong with the
     kernel is in the report: `emulate(...).raise_if_bad()`. A name that is not emulated raises `UnknownBuiltin`.
-    `maxnreg` counts for the roles' registers, as at a launch; `enable_fp_fusion` is taken and ignored.
+    `maxnreg` counts for the roles' registers, as at a launch; `enable_fp_fusion` is taken and ignored. Where one role
+    stores and an engine reads for the same role, the compiler adds the fence (Triton 3.8 and 3.9; not between roles):
+    `compiler_fences=True` lets that pass, by default the kernel must have its own.
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
@@ -107,6 +121,7 @@ def emulate(
         raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
     launch = Launch(grid, target, order, seed, max_steps, num_warps, num_ctas)
     launch.maxnreg = maxnreg
+    launch.compiler_fences = compiler_fences
     report = Report(getattr(kernel, "__name__", str(kernel)), target, order, seed, keep_events=events)
     translator = Translator()
     function = translator(kernel)
