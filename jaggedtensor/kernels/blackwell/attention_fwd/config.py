@@ -32,6 +32,7 @@ class Config:
     q_parts: int  # of 128 rows
     q_stages: int = 1
     pieces: int = 4  # that a block of P is made and stored in
+    early: int = 0  # columns of P that are published before the rest: none, or three quarters
     polynomials: int = 0  # pieces whose exponentials are polynomials
     limit: int = 8  # log2 units that a row's peak may grow by before O fades
     correction_columns: int = 32  # of O at a time
@@ -63,7 +64,7 @@ class Config:
         """Bytes, at most: Q, the ring of K and V, staging for O, peaks, sums, mbarriers (each padded to 16 bytes)."""
         rows = self.q_parts * ROWS
         elements = rows * (self.q_stages * self.block_d + self.block_dv) + self.kv_stages * self.block_n * self.block_d
-        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 6
+        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 7
         return 2 * elements + 4 * 2 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property
@@ -92,6 +93,8 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         q_parts=q_parts,
         # P of fp16 must hold 2 ** limit times 2 ** 8, what scores beyond `softmax.STEEP` may be rounded by.
         limit=8 if problem.dtype == torch.bfloat16 else 7,
+        # Loading bounds streams of a short query, and the tensor cores a long one.
+        early=0 if streams else 96,
         correction_registers=96 if streams else 104,
         single_registers=32 if streams else 24,
         tma_store=group == problem.group,

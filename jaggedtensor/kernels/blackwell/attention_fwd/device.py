@@ -20,8 +20,9 @@ fade by over a column of the right half:
 A lane's barriers, and what orders the use of its memory:
 
     scored       S is complete (commit): the products before it are too, so P and O are free to be changed
-    weighted     P is written, and O has faded (an arrival of each): its product may be issued, and S overwritten after,
-                 since products of one role run in their order. For a tile's first block, O of the tile before is out
+    weighted     P is written, or its first `early` columns, and O has faded (an arrival of each): its product may be
+                 issued. For a tile's first block, O of the tile before is out
+    filled       the rest of P is written: S may be overwritten after its product, since those of one role run in order
     told         the factor is where correction looks
     summed       O is complete (commit)
     ended        the rows' peaks and sums are where correction looks
@@ -79,6 +80,7 @@ class Lane:
     norms: gl.shared_memory_descriptor
     scored: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor | gl.constexpr  # None where P is published whole
     told: gl.shared_memory_descriptor
     ended: gl.shared_memory_descriptor
     heard: gl.shared_memory_descriptor
@@ -117,6 +119,7 @@ def make_lane(C: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
         new_barrier(1),
         new_barrier(2),
+        new_barrier(1) if C.early else None,
         new_barrier(1),
         new_barrier(1),
         new_barrier(1),
@@ -188,10 +191,19 @@ def issue_scores(lane, q, k, barriers):
 
 
 @gluon.jit
-def issue_sum(lane, v, phase, more, barriers):
-    """O (+)= P V, when P is there. The phase of `weighted` after it."""
+def issue_sum(lane, v, phase, more, barriers, C: gl.constexpr):
+    """O (+)= P V, in parts as they are there. The phase of `weighted` after it."""
+    weights = lane.weights(v.dtype)
     mbarrier.wait(lane.weighted, phase)
-    tcgen05_mma(lane.weights(v.dtype), v, lane.o, use_acc=more, mbarriers=barriers)
+    if C.early == 0:
+        tcgen05_mma(weights, v, lane.o, use_acc=more, mbarriers=barriers)
+    else:  # three quarters, in powers of two, and the rest
+        HALF: gl.constexpr = C.block_n // 2
+        LAST: gl.constexpr = C.block_n // 4
+        tcgen05_mma(weights.slice(0, HALF), v.slice(0, HALF), lane.o, use_acc=more, mbarriers=[])
+        tcgen05_mma(weights.slice(HALF, LAST), v.slice(HALF, LAST), lane.o, mbarriers=[])
+        mbarrier.wait(lane.filled, phase)
+        tcgen05_mma(weights.slice(HALF + LAST, LAST), v.slice(HALF + LAST, LAST), lane.o, mbarriers=barriers)
     return phase ^ 1
 
 
@@ -224,7 +236,7 @@ def mma_streams_role(schedule, channels, lanes, C: gl.constexpr):
         for pair in range((count + 1) // 2):
             n = 2 * pair
             v_slot, at = channels.kv.acquire_full(at)
-            phase0 = issue_sum(lanes[0], v_slot.buffer, phases[0], pair > 0, [v_slot.empty])
+            phase0 = issue_sum(lanes[0], v_slot.buffer, phases[0], pair > 0, [v_slot.empty], C)
             phase1 = phases[1]
             if n + 2 < count:
                 k_slot, at = channels.kv.acquire_full(at)
@@ -232,7 +244,7 @@ def mma_streams_role(schedule, channels, lanes, C: gl.constexpr):
                 tcgen05_commit(q_slot.empty, pred=leave & (n + 3 == count))
             if n + 1 < count:
                 v_slot, at = channels.kv.acquire_full(at)
-                phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, pair > 0, [v_slot.empty])
+                phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, pair > 0, [v_slot.empty], C)
                 if n + 3 < count:
                     k_slot, at = channels.kv.acquire_full(at)
                     issue_scores(lanes[1], q_slot.buffer, k_slot.buffer, [lanes[1].scored, k_slot.empty])
@@ -269,19 +281,19 @@ def mma_tiles_role(schedule, channels, lanes, C: gl.constexpr):
         for n in range(count - 1):
             v_slot, at = channels.kv.acquire_full(at)
             k_slot, at = channels.kv.acquire_full(at)
-            phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > 0, [])
+            phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > 0, [], C)
             issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
             if both:
-                phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty])
+                phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty], C)
                 issue_scores(lanes[1], q1.buffer, k_slot.buffer, [lanes[1].scored])
             else:
                 tcgen05_commit(v_slot.empty)
             tcgen05_commit(k_slot.empty)
             tcgen05_commit(q0.empty, pred=leave & (n + 2 == count))
         v_slot, at = channels.kv.acquire_full(at)
-        phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, count > 1, [lanes[0].summed])
+        phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, count > 1, [lanes[0].summed], C)
         if both:
-            phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, count > 1, [lanes[1].summed])
+            phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, count > 1, [lanes[1].summed], C)
         tcgen05_commit(v_slot.empty)
         walk = walk.next(t)
 
@@ -340,7 +352,7 @@ class Rows:
 
 @gluon.jit
 def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr):
-    """P = 2 ** (score * unit + shift) [128, N], in pieces, and its sums [128, 2]."""
+    """P = 2 ** (score * unit + shift) [128, N], in pieces, published; and its sums [128, 2]."""
     PIECES: gl.constexpr = C.pieces
     WIDTH: gl.constexpr = C.block_n // PIECES
     weights = lane.weights(dtype)
@@ -352,6 +364,9 @@ def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr
         part = weights.slice(i * WIDTH, WIDTH)
         part.store(gl.convert_layout(p.to(dtype), part.get_reg_layout(), assert_trivial=True))
         norm = folded(p) if norm is None else add2(norm, folded(p))
+        if C.early and (i + 1) * WIDTH == C.early:
+            mbarrier.arrive(lane.weighted, count=1)
+    mbarrier.arrive(lane.filled if C.early else lane.weighted, count=1)
     return norm
 
 
@@ -374,7 +389,6 @@ def step(rows, lane, view, place, scale, dtype: gl.constexpr, C: gl.constexpr, F
         factor.store(gl.convert_layout(gl.expand_dims(fade, 1), factor.get_reg_layout()))
         mbarrier.arrive(lane.told, count=1)
     norm = write_weights(lane, score, unit, -base * unit, dtype, C)
-    mbarrier.arrive(lane.weighted, count=1)
     if not FIRST:
         norm = fma2(rows.norm, by_row(fade, norm), norm)
     return Rows(peak, norm, rows.phase ^ 1)
