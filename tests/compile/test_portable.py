@@ -36,6 +36,8 @@ def case_of(dim, length=None, **options):
 CASES = {
     "broadcast 128": ((9, 0), case_of(128, 128), 64),
     "jagged causal 64": ((9, 0), case_of(64, causal=True), 64),
+    "block mask": ((9, 0), case_of(64, causal=True, mask_share=0.5), 64),
+    "block mask, broadcast": ((9, 0), case_of(64, 300, mask_share=0.5), 64),
     "rows of 144 bytes": ((9, 0), case_of(72, 32, heads=4), 192),
     "fp32": ((9, 0), case_of(32, 16, dtype=torch.float32), 64),
     "A100": ((8, 0), case_of(128), 128),
