@@ -175,8 +175,10 @@ class Call:
     @classmethod
     def of_case(cls, case: AttentionCase, device: torch.device | str = "cpu") -> Call:
         """From a case of `jaggedtensor.testing`."""
-        mask: dict[str, Any] = {} if case.mask_share is None else {"block_mask": case.block_mask(device)}
-        return cls.of(*case.inputs(device), seed=case.seed, **case.options, **mask)
+        options = case.options
+        if case.mask_share is not None:
+            options["block_mask"] = case.block_mask(device)
+        return cls.of(*case.inputs(device), seed=case.seed, **options)
 
     def run(self, backend: str | None, **options: Any) -> AttentionResult:
         """Forward and backward through the public API, from fresh leaves."""
