@@ -125,7 +125,10 @@ def emulate(
     report = Report(getattr(kernel, "__name__", str(kernel)), target, order, seed, keep_events=events)
     translator = Translator()
     function = translator(kernel)
-    bound = inspect.signature(kernel.fn).bind(*args, **kwargs)
+    signature = inspect.signature(kernel.fn)
+    options = {"num_warps": num_warps, "num_ctas": num_ctas, "maxnreg": maxnreg}
+    kwargs |= {name: value for name, value in options.items() if name in signature.parameters}  # as a launch does
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     constants = {p.name for p in kernel.params if p.is_constexpr}
     buffers: dict[tuple, GlobalBuffer] = {}

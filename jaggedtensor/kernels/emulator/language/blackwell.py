@@ -213,6 +213,12 @@ class TensorMemoryDescriptor:
             )
 
 
+@emulates("blackwell.get_tmem_reg_layout")
+def get_tmem_reg_layout(*args, **kwargs):
+    """3.8's way to ask."""
+    return OPAQUE
+
+
 @emulates("blackwell.allocate_tensor_memory")
 def allocate_tensor_memory(element_ty, shape, layout, value=None):
     """Columns of the CTA's 512 (tcgen05.alloc), poisoned."""

@@ -1,6 +1,7 @@
 """TMA, wgmma, cp.async and fences, as a kernel sees them."""
 
 import math
+from typing import Any, NamedTuple
 
 from triton.experimental.gluon.language._layouts import DotOperandLayout, NVMMADistributedLayout, NVMMASharedLayout
 
@@ -37,6 +38,21 @@ def fence_async_shared(cluster=False):
 # TMA ----------------------------------------------------------------------------------------------------------------
 
 
+class BoxType(NamedTuple):
+    """`desc.block_type`: what one box holds."""
+
+    shape: Sizes
+    element_ty: Any
+
+    @property
+    def scalar(self):
+        return self.element_ty
+
+    @property
+    def nbytes(self):
+        return nbytes(self.shape, self.element_ty)
+
+
 class TensorMap:
     """A TMA descriptor in a kernel: `desc.shape`, `desc.block_shape`, `desc.dtype`, `desc.layout`."""
 
@@ -61,19 +77,11 @@ class TensorMap:
 
     @property
     def block_type(self):
-        return self
+        return BoxType(self.block_shape, self.dtype)
 
     @property
     def type(self):
         return self
-
-    @property
-    def nbytes(self):
-        return nbytes(self.block_shape, self.dtype)
-
-    @property
-    def element_ty(self):
-        return self.dtype
 
     def __getattr__(self, name):
         if name.startswith("__"):
