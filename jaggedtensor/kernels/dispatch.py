@@ -57,14 +57,14 @@ def plan_hopper(
     rows: int,
     q_rows: int,
     train: bool,
-    *block_mask: Tensor,
+    block_mask: Tensor | None = None,
 ) -> Schedules:
     """The portable kernels do the backward pass where its own ones lack something."""
-    forward = plan_hopper_forward(problem, keys, query, rows, q_rows, *block_mask)
+    forward = plan_hopper_forward(problem, keys, query, rows, q_rows, block_mask)
     if not train:
         return forward, []
     if hopper_backward_lacks(problem):
-        return forward, plan_portable(problem, keys, query, rows, q_rows, True, *block_mask)[1]
+        return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1]
     return forward, plan_hopper_backward(problem, keys, rows)
 
 
