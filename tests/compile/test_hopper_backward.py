@@ -14,12 +14,13 @@ if sys.platform != "linux":
     pytest.skip("Triton compiles on Linux", allow_module_level=True)
 
 import triton
+from triton.backends.compiler import GPUTarget
 
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
-from jaggedtensor.testing.launches import GPUS, Launch, compile_launch
+from jaggedtensor.testing.launches import GPUS, Launch, _compiling_for
 
 
 def problem_of(
@@ -46,20 +47,38 @@ def launch_of(problem):
         (v, n, 1, config.block_dv),
     )
     numbers, whole = torch.zeros(64), torch.zeros(64, dtype=torch.int32)
-    args = (numbers, numbers, numbers, whole, whole, whole, whole.long(), problem.q_len, 0.1, 0.2, config)
+    args = (numbers, numbers, grad_out, numbers, whole, whole, whole, whole.long(), problem.q_len, 0.1, 0.2, config)
     return Launch(broadcast_kernel, (132,), (*(ragged(*block)[1]() for block in blocks), *args), config.options)
+
+
+def tool(name, *options, text):
+    """What one of the tools that come with Triton says about a file."""
+    with tempfile.NamedTemporaryFile("wb") as file:
+        file.write(text)
+        file.flush()
+        command = [str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name), *options, file.name]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return run.stdout + run.stderr
 
 
 def complaints(ptx):
     """What the assembler says of products that it had to make wait for each other (C7510 to C7514)."""
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [str(assembler), "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said = tool("ptxas-blackwell", "-arch=sm_90a", "-v", "-o", "/dev/null", text=ptx.encode())
     assert "registers" in said
     return re.findall(r".*C75\d\d.*", said)
+
+
+def hot_loops(cubin):
+    """Instructions of each loop without a loop of products inside."""
+    lines = tool("nvdisasm", "-c", text=cubin).splitlines()
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L_x_\d+):", line))}
+    ends = [(i, m[1]) for i, line in enumerate(lines) if (m := re.search(r"BRA.*(\.L_x_\d+)", line))]
+    loops = sorted((labels[label], i) for i, label in ends if labels[label] < i)
+    # What comes after the kernel's end are waits that did not succeed at once, and lead back.
+    loops = [(a, b) for a, b in loops if not any(" EXIT" in line for line in lines[a:b])]
+    loops = [(a, b) for a, b in loops if any("HGMMA" in line for line in lines[a:b])]
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    return [lines[a:b] for a, b in inner]
 
 
 PROBLEMS = {
@@ -72,14 +91,19 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
-def test_nothing_spills_and_no_product_is_serialised(problem):
-    made = compile_launch(launch_of(problem), (9, 0))
-    config = broadcast.select(problem)
-    assert made.shared <= config.shared_memory <= broadcast.SHARED_MEMORY
-    assert made.stack <= 24, str(made)  # a few numbers of the seam of two sequences
-    assert complaints(made.assembly) == []
+def test_no_hot_loop_spills_and_no_product_is_serialised(problem):
+    launch, config = launch_of(problem), broadcast.select(problem)
+    with _compiling_for(GPUTarget("cuda", 90, 32)):
+        made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    assert made.metadata.shared <= config.shared_memory <= broadcast.SHARED_MEMORY
+    loops = hot_loops(made.asm["cubin"])
+    assert len(loops) == 2  # one of each consumer
+    for loop in loops:
+        assert sum("HGMMA" in line for line in loop) >= 16
+        assert not [line for line in loop if re.search(r"\b(STL|LDL)\b", line)]
+    assert complaints(made.asm["ptx"]) == []
     # An over-request of registers drops every one of these without a word.
-    asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.assembly)}
+    asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.asm["ptx"])}
     assert {240, 24} <= asked
 
 

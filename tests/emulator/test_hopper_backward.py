@@ -34,6 +34,7 @@ class Case:
     processors: int = 2
     dtype: torch.dtype = torch.float16
     slack: int = 3
+    with_grad_lse: bool = True
 
     @property
     def problem(self) -> AttentionProblem:
@@ -44,12 +45,12 @@ class Case:
         )
 
 
-def reference(q, k, v, grad_out, delta_extra, offsets, scale):
-    """lse, delta, dq, dk and dv in float64; grad_out `[B, Lq, Hq, Dv]`."""
+def reference(q, k, v, grad_out, grad_lse, offsets, scale):
+    """out, lse, dq, dk and dv in float64; out and grad_out `[B, Lq, Hq, Dv]`."""
     q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
     group, batch = q.shape[1] // k.shape[1], grad_out.shape[0]
     lse = torch.full((batch, q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
-    delta, dq, dk, dv = torch.zeros_like(lse), torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (grad_out, q, k, v))
     for b in range(batch):
         rows = slice(offsets[b], offsets[b + 1])
         if rows.start == rows.stop:
@@ -59,12 +60,13 @@ def reference(q, k, v, grad_out, delta_extra, offsets, scale):
             score = scale * q[:, h] @ key.T
             lse[b, h] = score.logsumexp(1)
             p = (score - lse[b, h, :, None]).exp()
-            delta[b, h] = (p @ value * grad_out[b, :, h]).sum(1) - delta_extra[b, h]
-            ds = p * (grad_out[b, :, h] @ value.T - delta[b, h, :, None])
+            out[b, :, h] = p @ value
+            delta = (out[b, :, h] * grad_out[b, :, h]).sum(1) - grad_lse[b, h]
+            ds = p * (grad_out[b, :, h] @ value.T - delta[:, None])
             dv[rows, h // group] += p.T @ grad_out[b, :, h]
             dk[rows, h // group] += scale * ds.T @ q[:, h]
             dq[:, h] += scale * ds @ key
-    return lse, delta, dq, dk, dv
+    return out, lse, dq, dk, dv
 
 
 def run(case: Case, order: str, seed: int, **changes):
@@ -84,9 +86,10 @@ def run(case: Case, order: str, seed: int, **changes):
     k, v = normal(rows, case.kv_heads, case.dim), normal(rows, case.kv_heads, case.value_dim)
     grad_out = normal(batch, case.q_len, heads, case.value_dim)
     scale = 1 / math.sqrt(case.dim)
-    lse, delta, dq, dk, dv = reference(
-        q, k, v, grad_out, torch.randn(batch, heads, case.q_len, generator=generator), offsets.tolist(), scale
-    )
+    grad_lse = torch.randn(batch, heads, case.q_len, generator=generator)
+    if not case.with_grad_lse:
+        grad_lse.zero_()
+    out, lse, dq, dk, dv = reference(q, k, v, grad_out, grad_lse, offsets.tolist(), scale)
     k[tokens:], v[tokens:] = math.nan, math.nan
     got_dk, got_dv = torch.full_like(k, math.nan), torch.full_like(v, math.nan)
     tiles, worker_offsets = plan_backward(problem, layout, rows)
@@ -106,7 +109,8 @@ def run(case: Case, order: str, seed: int, **changes):
         (programs,),
         *(ragged(*block)[1]() for block in blocks),
         lse.float(),
-        delta.float(),
+        grad_lse if case.with_grad_lse else None,
+        out.to(case.dtype),
         shares,
         torch.zeros(2 * programs, dtype=torch.int32),
         tiles,
@@ -138,7 +142,7 @@ CASES = {
     "more CTAs than tiles": Case((70,), processors=4),
     "two heads, groups of two": Case((129, 5), q_len=37, kv_heads=2, group=2),
     "value dimension of its own": Case((65, 130), dim=72, value_dim=40, dtype=torch.bfloat16),
-    "one row": Case((200,), q_len=1, group=4),
+    "one row": Case((200,), q_len=1, group=4, with_grad_lse=False),
 }
 
 

@@ -1,4 +1,4 @@
-"""The Hopper backward for queries of each sequence's own on the emulator: values, races and deadlocks, in many orders."""
+"""The Hopper backward for queries of each sequence's own on the emulator: values, races, deadlocks, in many orders."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ class Config:
     v_stages: int
     block_d: int  # D rounded up to 64 or 128; the columns past D are zeros
     block_dv: int
+    value_dim: int
     group: int  # query heads that share one of keys
     q_heads: int
     workers: int  # shares of the keys of a head
@@ -67,7 +68,9 @@ def select(problem: AttentionProblem) -> Config:
     parts = -(-problem.rows // ROWS)
     workers = max(1, problem.device.processors // (problem.kv_heads * parts))  # not one CTA more than processors
     for stages in ((8, 4), (4, 4), (4, 2)):
-        config = Config(64, *stages, block_d, block_dv, problem.group, problem.q_heads, workers, parts)
+        config = Config(
+            64, *stages, block_d, block_dv, problem.value_dim, problem.group, problem.q_heads, workers, parts
+        )
         if config.shared_memory <= SHARED_MEMORY:
             return config
     raise AssertionError(f"{config} takes {config.shared_memory} bytes of shared memory")

@@ -35,7 +35,7 @@ from jaggedtensor.kernels.shared.dsl import (
 )
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
-from jaggedtensor.kernels.shared.walk import Schedule, read_span, read_tile, start_walk
+from jaggedtensor.kernels.shared.walk import Schedule, read_tile, start_walk
 
 M: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
@@ -57,22 +57,52 @@ class Channels:
 
 @aggregate
 class Statistics:
-    """lse and delta, both fp32 `[B, Hq, Lq]`, contiguous."""
+    """What belongs to the query rows of each sequence."""
 
-    lse: gl.tensor
-    delta: gl.tensor
-    q_heads: gl.constexpr
+    lse: gl.tensor  # fp32 [B, Hq, Lq], contiguous
+    grad_lse: gl.tensor | gl.constexpr  # the same, or None
+    out: gl.tensor  # [B, Lq, Hq, Dv], contiguous
+    sequence: gl.tensor
+    head: gl.tensor  # of keys
+    q_len: gl.tensor
+    C: gl.constexpr
 
     @gluon.jit
-    def load(self, sequence, row, head, q_len, group: gl.constexpr):
-        """Of packed rows: lse in log2 units and delta, +inf and 0 for a row that sees nothing or is not there."""
-        i = row // group
-        inside = i < q_len
-        at = (sequence.to(gl.int64) * self.q_heads + head * group) * q_len + row % group * q_len + i
+    def of(self, sequence):
+        """Those of another sequence."""
+        return Statistics(self.lse, self.grad_lse, self.out, sequence, self.head, self.q_len, self.C)
+
+    @gluon.jit
+    def place(self, row):
+        """Query, query head, whether there is such a row, and where its numbers are."""
+        i, q_head = row // self.C.group, self.head * self.C.group + row % self.C.group
+        at = (self.sequence.to(gl.int64) * self.C.q_heads + q_head) * self.q_len + i
+        return i, q_head, i < self.q_len, at
+
+    @gluon.jit
+    def load_lse(self, row):
+        """Of packed rows, in log2 units; +inf for a row that sees nothing or is not there, which makes its P 0."""
+        _, _, inside, at = self.place(row)
         lse = gl.load(self.lse + at, mask=inside, other=float("-inf"))
-        delta = gl.load(self.delta + at, mask=inside, other=0.0)
-        blind = lse == float("-inf")
-        return gl.where(blind, float("inf"), lse) * LOG2_E, gl.where(blind, 0.0, delta)
+        return gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+
+    @gluon.jit
+    def load_out(self, row, layout: gl.constexpr):
+        """[rows, Dv] of O; `row` is of the layout's first dimension."""
+        i, q_head, inside, _ = self.place(row)
+        column = gl.arange(0, self.C.block_dv, gl.SliceLayout(0, layout))
+        first = (self.sequence.to(gl.int64) * self.q_len + i) * self.C.q_heads + q_head
+        mask = inside[:, None] & (column < self.C.value_dim)[None, :]
+        return gl.load(self.out + first[:, None] * self.C.value_dim + column[None, :], mask=mask, other=0.0)
+
+    @gluon.jit
+    def delta(self, row, lse, out, grad_out):
+        """rowsum(O dO) - dlse; 0 where lse is +inf."""
+        delta = gl.convert_layout(gl.sum(out.to(gl.float32) * grad_out.to(gl.float32), 1), lse.type.layout)
+        if self.grad_lse is not None:
+            _, _, inside, at = self.place(row)
+            delta -= gl.load(self.grad_lse + at, mask=inside, other=0.0)
+        return gl.where(lse == float("inf"), 0.0, delta)
 
 
 @gluon.jit
@@ -271,6 +301,8 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
     else:
         me = Maker(channels, channels.ds, channels.q, channels.dk, scales[1], scales[0], FIRST, C)
     row = my_part(C) * M + FIRST + gl.arange(0, ROWS, ROW_LAYOUT)
+    OUT_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.block_dv, C.block_dv // 8], [4, 1], [1, 0])
+    out_row = my_part(C) * M + FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, OUT_LAYOUT))
     acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
 
     begin, end = my_range(schedule, C)
@@ -282,8 +314,8 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
     for t in range(begin, end):
         opaque = turn >> 30  # 0, which the compiler cannot know: it would keep 24 matrix descriptors in registers
         tile = read_tile(schedule, t)
-        span = read_span(schedule, tile.sequence)
-        lse, delta = statistics.load(tile.sequence, row, head, span.q_count, C.group)
+        here = statistics.of(tile.sequence)
+        lse = here.load_lse(row)
         if turn > 0:
             issued = me.scores(turn, opaque)
             dx = me.late_product(turn - 1, opaque)
@@ -296,8 +328,11 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
             channels.k.slot(by_turn(channels.k, turn - 1)).release()
         else:
             p = me.put_probabilities(warpgroup_mma_wait(0, deps=(me.scores(turn, opaque),)), lse, turn)
-        _, grad_at = channels.grad_out.acquire_full(grad_at)
-        dp = warpgroup_mma_wait(0, deps=(me.grad_scores(turn, opaque),))
+        out = here.load_out(out_row, OUT_LAYOUT)  # on its way while dO is
+        grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
+        dp = me.grad_scores(turn, opaque)
+        delta = here.delta(row, lse, out, grad_slot.buffer.slice(FIRST, ROWS).load(OUT_LAYOUT))
+        dp = warpgroup_mma_wait(0, deps=(dp,))
         channels.v.slot(by_turn(channels.v, turn)).release()
         ds = as_operand(me.put_grad_scores(p, dp, delta, turn), acc)
         turn += 1
@@ -354,7 +389,8 @@ def broadcast_kernel(
     dk,
     dv,
     lse,  # fp32 [B, Hq, Lq]
-    delta,
+    grad_lse,  # the same, or None
+    out,  # [B, Lq, Hq, Dv]
     shares,  # fp32 [CTAs, 128, D]: a share of dQ from each
     progress,  # int32 [2, CTAs], zeros; for a query of one part, anything
     tiles,  # of the schedule: equal ranges of the KV tiles of one head
@@ -384,9 +420,9 @@ def broadcast_kernel(
         make_staging(ds, [N, C.block_d], k_layout),
     )
     schedule = Schedule(tiles, worker_offsets, None, k_offsets, q_len, None)
-    statistics = Statistics(lse, delta, C.q_heads)
     scales = (scale_log2, scale)
     head = gl.program_id(0) // (C.workers * C.parts)
+    statistics = Statistics(lse, grad_lse, out, gl.to_tensor(0), head, q_len, C)
     gl.warp_specialize(
         [
             (make_role, (head, schedule, statistics, shares, channels, scales, True, C)),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, Config, select
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.shared.delta import delta_of
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
 from jaggedtensor.problem import AttentionArgs
@@ -34,7 +33,6 @@ def backward(
         dk, dv = (new_gradient(x, args.slack) for x in (k, v))
         if not tiles.shape[0]:
             return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
-        delta = delta_of(out, grad_out, grad_lse)
         programs = (worker_offsets.shape[0] - 1) * config.parts
         rows, heads = ROWS // config.group, config.group
         shares = k.new_empty(programs, ROWS, config.block_d, dtype=torch.float32)
@@ -42,7 +40,7 @@ def backward(
         launch(
             broadcast_kernel,
             programs,
-            _key(args),
+            _key(args, grad_lse is not None),
             (
                 ragged(q, rows, heads, config.block_d),
                 ragged(k, config.block_n, 1, config.block_d),
@@ -53,7 +51,8 @@ def backward(
             ),
             (
                 lse.contiguous(),
-                delta,
+                None if grad_lse is None else grad_lse.contiguous(),
+                out.contiguous(),
                 shares,
                 progress,
                 tiles,
@@ -69,11 +68,11 @@ def backward(
         return chosen(sum_of_shares(shares, q, config), dk, dv, needs)
 
 
-def _key(args: AttentionArgs) -> Hashable | None:
+def _key(args: AttentionArgs, with_lse: bool) -> Hashable | None:
     """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
     tiles, worker_offsets = args.schedule
     places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
-    return None if places % 16 else (args.problem, args.k_offsets.dtype)
+    return None if places % 16 else (args.problem, args.k_offsets.dtype, with_lse)
 
 
 def chosen(dq: Tensor, dk: Tensor, dv: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
