@@ -5,7 +5,7 @@ from triton.language.core import PropagateNan
 from jaggedtensor.kernels.shared.dsl import add2, fma2, gl, gluon, mul2, sub2
 
 KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
-ROUNDER: gl.constexpr = gl.constexpr(12582912.0)  # 1.5 * 2 ** 23: a sum with it has no fraction
+ROUNDER: gl.constexpr = gl.constexpr(12582912.0 + 127)  # 1.5 * 2 ** 23: a sum has no fraction, and the exponent's bias
 # 2 ** x for |x| <= 1/2 is about 1 + x * (C1 + x * (C2 + x * C3)), to a relative 1.1e-4.
 C1: gl.constexpr = gl.constexpr(0.6932829304710765)
 C2: gl.constexpr = gl.constexpr(0.24221100969447418)
@@ -47,7 +47,7 @@ def exp2_by_polynomial(x):
     x = gl.maximum(x, -125.0, propagate_nan=KEEP_NAN)
     rounded = add2(x, ROUNDER)
     rest = sub2(x, sub2(rounded, ROUNDER))
-    power = ((rounded.to(gl.int32, bitcast=True) << 23) + 0x3F800000).to(gl.float32, bitcast=True)
+    power = (rounded.to(gl.int32, bitcast=True) << 23).to(gl.float32, bitcast=True)
     y = fma2(rest, C3, C2)
     y = fma2(y, rest, C1)
     y = fma2(y, rest, 1.0)

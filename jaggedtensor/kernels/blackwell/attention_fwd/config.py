@@ -93,8 +93,10 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         q_parts=q_parts,
         # P of fp16 must hold 2 ** limit times 2 ** 8, what scores beyond `softmax.STEEP` may be rounded by.
         limit=8 if problem.dtype == torch.bfloat16 else 7,
-        # Loading bounds streams of a short query, and the tensor cores a long one.
+        # Loading bounds streams of a short query; tensor cores and exponentials a long one, these by half on SM103.
         early=0 if streams else 96,
+        pieces=4 if streams or problem.device.arch != (10, 0) else 8,
+        polynomials=0 if streams or problem.device.arch != (10, 0) else 1,
         correction_registers=96 if streams else 104,
         single_registers=32 if streams else 24,
         tma_store=group == problem.group,

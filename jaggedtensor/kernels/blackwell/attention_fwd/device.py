@@ -351,16 +351,18 @@ class Rows:
 
 
 @gluon.jit
-def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr):
+def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr):
     """P = 2 ** (score * unit + shift) [128, N], in pieces, published; and its sums [128, 2]."""
     PIECES: gl.constexpr = C.pieces
     WIDTH: gl.constexpr = C.block_n // PIECES
+    # Evenly spread, so that they run beside the special function unit; they know no 0, which a masked score must give.
+    POLYNOMIALS: gl.constexpr = 0 if MASK else C.polynomials
     weights = lane.weights(dtype)
     scores = pieces_of(score, PIECES)
     norm = None
     for i in gl.static_range(PIECES):
         x = fma2(scores[i], by_row(unit, scores[i]), by_row(shift, scores[i]))
-        p = exp2_by_polynomial(x) if i >= PIECES - C.polynomials else gl.exp2(x)
+        p = exp2_by_polynomial(x) if POLYNOMIALS and i % (PIECES // POLYNOMIALS) == 1 else gl.exp2(x)
         part = weights.slice(i * WIDTH, WIDTH)
         part.store(gl.convert_layout(p.to(dtype), part.get_reg_layout(), assert_trivial=True))
         norm = folded(p) if norm is None else add2(norm, folded(p))
@@ -388,7 +390,7 @@ def step(rows, lane, view, place, scale, dtype: gl.constexpr, C: gl.constexpr, F
         factor = lane.factor()
         factor.store(gl.convert_layout(gl.expand_dims(fade, 1), factor.get_reg_layout()))
         mbarrier.arrive(lane.told, count=1)
-    norm = write_weights(lane, score, unit, -base * unit, dtype, C)
+    norm = write_weights(lane, score, unit, -base * unit, dtype, C, MASK)
     if not FIRST:
         norm = fma2(rows.norm, by_row(fade, norm), norm)
     return Rows(peak, norm, rows.phase ^ 1)
