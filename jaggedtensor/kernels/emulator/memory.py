@@ -262,16 +262,22 @@ class View:
 
 
 class IndexedView(View):
-    """Elements of a buffer by an index each, where no strides say where they are."""
+    """Elements of a buffer by an index each, where no strides say where they are. `key` names the index."""
 
-    __slots__ = ("index",)
+    __slots__ = ("index", "key")
 
-    def __init__(self, holder: Holder, dtype, index: torch.Tensor):
+    def __init__(self, holder: Holder, dtype, index: torch.Tensor, key: tuple):
         super().__init__(holder, dtype, 0, index.shape, ())
         self.index = index
+        self.key = key
 
     def footprint(self) -> Footprint:
-        return indexed_footprint(self.index, STORAGE[self.dtype.name].itemsize)
+        footprint = _INDEXED.get(self.key)
+        if footprint is None:
+            if len(_INDEXED) > 5000:
+                _INDEXED.clear()
+            footprint = _INDEXED[self.key] = indexed_footprint(self.index, STORAGE[self.dtype.name].itemsize)
+        return footprint
 
     def read(self, memory: Memory) -> torch.Tensor:
         return from_storage(memory.typed(STORAGE[self.dtype.name])[self.index], self.dtype)
@@ -284,7 +290,11 @@ class IndexedView(View):
 
     def sliced(self, dim: int, start: int, length: int, squeeze: bool = False) -> "IndexedView":
         index = self.index.narrow(dim, start, length)
-        return IndexedView(self.holder, self.dtype, index.squeeze(dim) if squeeze else index)
+        key = (*self.key, dim, start, length, squeeze)
+        return IndexedView(self.holder, self.dtype, index.squeeze(dim) if squeeze else index, key)
+
+
+_INDEXED: dict[tuple, Footprint] = {}
 
 
 def row_major(shape) -> list[int]:

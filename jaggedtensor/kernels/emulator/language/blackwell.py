@@ -76,10 +76,10 @@ def places(layout: TensorMemoryLayout, shape: tuple) -> Places:
     return Places(coordinate(linear.rows), coordinate(linear.cols), 2 ** len(linear.cols), half)
 
 
-def tensor_view(holder: Holder, dtype, origin: int, layout, shape) -> View:
-    """A view from column byte `origin`: by strides where lanes and columns go one by one."""
-    where = places(layout, tuple(shape))
-    itemsize = STORAGE[dtype.name].itemsize
+@functools.lru_cache(maxsize=5000)
+def _geometry(itemsize: int, origin: int, layout: TensorMemoryLayout, shape: tuple):
+    """Elements of a buffer from column byte `origin`: (offset in bytes, shape, strides), or an index of each."""
+    where = places(layout, shape)
     per_lane = LANE_BYTES // itemsize
     index = where.lanes * per_lane + where.columns + origin // itemsize
     m, n = index.shape
@@ -87,8 +87,17 @@ def tensor_view(holder: Holder, dtype, origin: int, layout, shape) -> View:
     pitch = int(index[1, 0] - index[0, 0]) if m > 1 else per_lane
     straight = index[0, 0] + torch.arange(m)[:, None] * pitch + torch.arange(n)[None, :] * step
     if bool((straight == index).all()):
-        return View(holder, dtype, int(index[0, 0]) * itemsize, (m, n), (pitch, step))
-    return IndexedView(holder, dtype, index)
+        return int(index[0, 0]) * itemsize, (m, n), (pitch, step)
+    return index
+
+
+def tensor_view(holder: Holder, dtype, origin: int, layout, shape) -> View:
+    """A view from column byte `origin`: by strides where lanes and columns go one by one."""
+    itemsize = STORAGE[dtype.name].itemsize
+    geometry = _geometry(itemsize, origin, layout, tuple(shape))
+    if isinstance(geometry, torch.Tensor):
+        return IndexedView(holder, dtype, geometry, (itemsize, origin, layout, tuple(shape)))
+    return View(holder, dtype, *geometry)
 
 
 # Descriptors --------------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ class SharedDescriptor:
                 else torch.arange(at.shape[dim]).view([-1 if d == dim else 1 for d in range(at.dim())])
             )
             index = index + places * stride
-        return IndexedView(self.view.holder, self.dtype, index)
+        return IndexedView(self.view.holder, self.dtype, index, (index.numpy().tobytes(), self.view.offset))
 
     def _within(self, role, indices, axis):
         low, high = int(indices.data.min()), int(indices.data.max())
