@@ -173,7 +173,7 @@ BAD = [
     Bad("mma_role: delete tcgen05_commit(ready)", ("deadlock",)),
     Bad(
         "compute_role: delete mbarrier.wait(a_empty.index(t), (step // A_STAGES + 1) & 1)",
-        ("race", "deadlock", "lap", "over-arrival"),
+        ("deadlock", "lap", "race", "over-arrival"),
     ),
     Bad("compute_role: move up mbarrier.arrive(a_full.index(t))", ("race", "uninitialised")),
     Bad("compute_role: delete mbarrier.wait(ready, ready_phase)", ("uninitialised", "race")),
