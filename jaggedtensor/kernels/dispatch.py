@@ -65,7 +65,7 @@ def plan_hopper(
         return forward, []
     if hopper_backward_lacks(problem):
         return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1]
-    return forward, plan_hopper_backward(problem, keys, rows)
+    return forward, plan_hopper_backward(problem, keys, query, rows, q_rows)
 
 
 def plan_blackwell(
@@ -175,15 +175,6 @@ _FLOATS = (*_HALVES, torch.float32)
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("cpu", "jaggedtensor.kernels.cpu", ("cpu",), (*_FLOATS, torch.float64), masks=True),
     Implementation(
-        "portable",
-        "jaggedtensor.kernels.portable.launch",
-        ("cuda", "cpu") if env.INTERPRETING else ("cuda",),
-        _FLOATS,
-        plan=plan_portable,
-        needs_triton=True,
-        masks=True,
-    ),
-    Implementation(
         "hopper",
         "jaggedtensor.kernels.hopper.launch",
         ("cuda",),
@@ -207,6 +198,15 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         limits=blackwell_lacks,
         backward="portable",
         backward_limits=lambda problem: ["has no backward pass of its own"],
+    ),
+    Implementation(
+        "portable",
+        "jaggedtensor.kernels.portable.launch",
+        ("cuda", "cpu") if env.INTERPRETING else ("cuda",),
+        _FLOATS,
+        plan=plan_portable,
+        needs_triton=True,
+        masks=True,
     ),
 )
 

@@ -18,9 +18,16 @@ _ALIGNED = 256  # elements: a stride that nothing depends on, as torch gives any
 
 def takes(x: Tensor) -> bool:
     """Whether TMA can address it: columns together, all else at multiples of 16 bytes."""
+    return strides_fit(x) and not x.data_ptr() % 16
+
+
+def strides_fit(x: Tensor) -> bool:
+    """The same for any address that is a multiple of 16 bytes."""
     unit = 16 // x.itemsize
-    steps = [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1][: x.dim() - 1]
-    return x.stride(-1) == 1 and not x.data_ptr() % 16 and not any(step % unit for step in steps)
+    *steps, column = x.stride()
+    return column == 1 and not any(
+        not step or step % unit for size, step in zip(x.shape, steps, strict=False) if size > 1
+    )
 
 
 def ragged(x: Tensor, rows: int, heads: int, columns: int) -> Descriptor:

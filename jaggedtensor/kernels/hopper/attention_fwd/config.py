@@ -85,31 +85,33 @@ def block_of(dim: int) -> int:
 def select(problem: AttentionProblem, **chosen: int) -> Config:
     """A pure function of the problem. `chosen` fields are taken as they are, for measurements."""
     d, dv, group = block_of(problem.head_dim), block_of(problem.value_dim), 1 << (problem.group - 1).bit_length()
-    wide, rows = max(d, dv), None if problem.q_len is None else problem.q_len * group
+    wide, length = max(d, dv), None if problem.q_len is None else problem.q_len * group
     broadcast, tma_store = problem.query is QueryKind.BROADCAST, group == problem.group
     stage_in_q = tma_store and d == dv == 256
-    per = chosen.get("rows", ROWS)
-    consumers = chosen.get("consumers", 1 if rows is not None and rows <= ROWS else 2)
-    q_blocks = 1 if rows is None else -(-rows // (per * consumers))
-    ctas = chosen.get("ctas", 1)
+    # Short queries wait for memory, and for their own softmax: two CTAs fill each other's gaps.
+    if length is not None and length <= ROWS:
+        shape = dict(consumers=1, rows=ROWS, ctas=2 if wide <= 128 else 1)
+    elif broadcast and length is not None and length <= 2 * ROWS and wide == 64:
+        shape = dict(consumers=1, rows=2 * ROWS, ctas=2)
+    else:
+        shape = dict(consumers=2, rows=ROWS, ctas=1)
+    shape |= {name: value for name, value in chosen.items() if name in shape}
+    ctas, block_m = shape["ctas"], shape["consumers"] * shape["rows"]
+    q_blocks = 1 if length is None else -(-length // block_m)
+    block_n = chosen.get("block_n", 64 if (broadcast and q_blocks == 1) or ctas == 2 or wide > 128 else 128)
     # A query that stays for good needs no second buffer: each CTA has one head, see schedules.deal.
     stays = broadcast and q_blocks == 1 and problem.device.processors * ctas % problem.kv_heads == 0
-    short = broadcast and q_blocks == 1
-    block_n = chosen.get("block_n", 64 if short or wide > 128 else 128)
-    q_stages = chosen.get("q_stages", 1 if stays or wide > 128 else 2)
     fields: dict[str, Any] = dict(
-        consumers=consumers,
-        rows=per,
-        ctas=ctas,
+        **shape,
         block_n=block_n,
-        q_stages=q_stages,
+        q_stages=1 if stays or ctas == 2 or wide > 128 else 2,
         kv_stages=0,
         tma_store=tma_store,
         stage_in_q=stage_in_q,
         crosses=not stage_in_q,
         block_d=d,
         block_dv=dv,
-        block_m=per * consumers,
+        block_m=block_m,
         heads=problem.group,
         group=group,
         q_heads=problem.q_heads,
@@ -122,7 +124,7 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         right=problem.right != UNLIMITED,
         windowed=problem.windowed,
         masked=problem.masked,
-        registers=REGISTERS[consumers, ctas][1],
+        registers=REGISTERS[shape["consumers"], ctas][1],
     )
     fields |= chosen
     if "kv_stages" not in chosen:

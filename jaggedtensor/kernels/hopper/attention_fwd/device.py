@@ -66,6 +66,7 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
     held = -1
     for t in range(begin, end):
         tile, span = walk.tile, walk.span
+        walk = walk.next(t)
         if not C.resident or query_of(tile, C) != held:
             q_start = 0 if C.broadcast else span.q_start
             _, after = channels.q.acquire_empty(q_at)
@@ -81,7 +82,6 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
             slot.load(k_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
             slot, v_at = channels.v.acquire_empty(v_at)
             slot.load(v_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
-        walk = walk.next(t)
 
 
 @aggregate

@@ -12,7 +12,7 @@ from jaggedtensor.kernels.hopper.attention_fwd.config import Config, select
 from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
-from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
+from jaggedtensor.kernels.shared.ragged import ragged, strides_fit
 from jaggedtensor.problem import AttentionArgs
 
 SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     ends: tuple[Any, ...]  # the last arguments
 
 
-_CALLS: dict[Any, Call] = {}  # a model has a few
+_CALLS: dict[Any, Call | None] = {}  # a model has a few; None: operands that TMA cannot address
 
 
 def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
@@ -37,71 +37,67 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     Operands that TMA cannot address (columns apart, rows not at multiples of 16 bytes) are copied first, and so is the
     query for a negative scale.
     """
-    problem, (tiles, worker_offsets, *listed) = args.problem, args.schedule
-    q, k, v = (x if takes(x) else x.contiguous() for x in (args.q, args.k, args.v))
-    if args.scale < 0:
-        q = -q
-    q_offsets, k_offsets = args.q_offsets, args.k_offsets
-    with device_of(k):
-        if problem.masked or not tiles.shape[0]:
-            out, lse = outputs(args)
-            if out.numel() == 0 or not tiles.shape[0]:
-                return out, lse
-        else:  # what no tile writes is filled by the kernel
-            out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
-        if q.dim() == 4:
-            q = q.flatten(0, 1)
-        rows = out if out.dim() == 3 else out.flatten(0, 1)
-        places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
-        places |= 0 if q_offsets is None else q_offsets.data_ptr()
-        key = (
-            problem, config, k.device, args.scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
-            rows.shape[0] == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
-        )  # fmt: skip
-        call = _CALLS.get(key)
-        if call is None:
-            if len(_CALLS) > MANY:
-                _CALLS.clear()
-            call = _CALLS[key] = _prepare(args, lse, select(problem) if config is None else config)
-        descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, rows), call.blocks, strict=True)]
-        call.variant.launch(
-            worker_offsets.shape[0] - 1,
-            descriptors,
-            (
-                out,
-                lse,
-                *call.steps,
-                tiles,
-                worker_offsets,
-                *(listed or _NOTHING),
-                q_offsets,
-                k_offsets,
-                problem.q_len or 0,
-                args.batch_size,
-                q.shape[0],
-                *call.ends,
-            ),
-            not places % 16,
-        )
+    problem, q, k, v, q_offsets, k_offsets = args[:6]
+    device = torch.cuda.current_device() if k.is_cuda else 0
+    if k.is_cuda and k.device.index != device:
+        with torch.cuda.device(k.device):
+            return forward(args, config)
+    scale = args.scale
+    places = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    key = (
+        problem, config, device, scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
+        args.batch_size == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
+    )  # fmt: skip
+    call = _CALLS.get(key, _UNKNOWN)
+    if call is _UNKNOWN:
+        if len(_CALLS) > MANY:
+            _CALLS.clear()
+        call = _CALLS[key] = _prepare(args, select(problem) if config is None else config)
+    if call is None or places % 16:
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+        return forward(args._replace(q=-q if scale < 0 else q, k=k, v=v, scale=abs(scale)), config)
+
+    tiles, worker_offsets, *listed = args.schedule
+    if problem.masked or not tiles.shape[0]:
+        out, lse = outputs(args)
+        if out.numel() == 0 or not tiles.shape[0]:
+            return out, lse
+    else:  # what no tile writes is filled by the kernel
+        out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
+    places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
+    if q_offsets is not None:
+        places |= q_offsets.data_ptr()
+    call.variant.launch(
+        worker_offsets.shape[0] - 1,
+        [_descriptor(x, block) for x, block in zip((q, k, v, out), call.blocks, strict=True)],
+        (
+            out, lse, *call.steps, tiles, worker_offsets, listed[0] if listed else None, q_offsets, k_offsets,
+            problem.q_len or 0, args.batch_size, q.shape[0], *call.ends,
+        ),
+        not places % 16,
+    )  # fmt: skip
     return out, lse
 
 
-_NOTHING = (None,)
+_UNKNOWN: Any = object()
 
 
 def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
     """Its shape and strides are the call's."""
-    return x.data_ptr(), lambda: ragged(x, *block)[1]()
+    return x.data_ptr(), lambda: ragged(x if x.dim() == 3 else x.flatten(0, 1), *block)[1]()
 
 
-def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
-    problem = args.problem
-    steps = (lse.stride(0), lse.stride(2), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0), lse.stride(1))
-    scale = max(abs(args.scale) * math.log2(math.e), SMALLEST_SCALE)
-    query = (config.rows // config.group, config.group)
-    key = (config.block_n, 1)
-    d, dv = config.block_d, config.block_dv
-    blocks = ((*query, d), (*key, d), (*key, dv), (*query, dv))
-    coarse = 2.0 ** round(math.log2(scale))
-    ends = (scale, coarse, problem.left, problem.right, config)
+def _prepare(args: AttentionArgs, config: Config) -> Call | None:
+    problem, q = args.problem, args.q
+    merges = q.dim() == 3 or q.shape[0] == 1 or q.stride(0) == q.shape[1] * q.stride(1)  # [B, Lq] into one dimension
+    strides = q if q.dim() == 3 or not merges else q.flatten(0, 1)
+    if args.scale < 0 or not merges or not all(strides_fit(x) for x in (strides, args.k, args.v)):
+        return None
+    # Of lse, which is new: [B, Hq, Lq] or [rows, Hq].
+    *_, first, second = args.lse_shape
+    steps = (0, second, 1) if args.q_offsets is not None else (first * second, 1, second)
+    scale = max(args.scale * math.log2(math.e), SMALLEST_SCALE)
+    query, key = (config.rows // config.group, config.group), (config.block_n, 1)
+    blocks = ((*query, config.block_d), (*key, config.block_d), (*key, config.block_dv), (*query, config.block_dv))
+    ends = (scale, 2.0 ** round(math.log2(scale)), problem.left, problem.right, config)
     return Call(Variant(forward_kernel, config.options), blocks, steps, ends)
