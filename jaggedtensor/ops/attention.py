@@ -108,6 +108,7 @@ def attend(
         fail("query", "a Tensor or a JaggedTensor", query, error=TypeError)
     if block_mask is not None:
         check_tensor(block_mask, "block_mask", "blocks of queries by blocks of keys, for each sequence")
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     left, right = _window(causal, window)
     backend = _backend(backend)
 

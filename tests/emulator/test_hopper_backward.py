@@ -15,7 +15,7 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as configuration
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.hopper.plan import plan_backward
+from jaggedtensor.kernels.hopper.plan import plan_broadcast_backward
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.testing.mutants import schedules
@@ -92,7 +92,7 @@ def run(case: Case, order: str, seed: int, **changes):
     out, lse, dq, dk, dv = reference(q, k, v, grad_out, grad_lse, offsets.tolist(), scale)
     k[tokens:], v[tokens:] = math.nan, math.nan
     got_dk, got_dv = torch.full_like(k, math.nan), torch.full_like(v, math.nan)
-    tiles, worker_offsets = plan_backward(problem, layout, rows)
+    tiles, worker_offsets = plan_broadcast_backward(problem, layout, rows)
     programs = (worker_offsets.shape[0] - 1) * config.parts
     shares = torch.full((programs, configuration.ROWS, config.block_d), math.nan)
     q_rows, n = configuration.ROWS // config.group, config.block_n

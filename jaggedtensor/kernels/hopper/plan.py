@@ -11,7 +11,7 @@ from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
-from jaggedtensor.problem import AttentionProblem
+from jaggedtensor.problem import AttentionProblem, QueryKind
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
 if TYPE_CHECKING:
@@ -69,11 +69,21 @@ def plan_forward(
 @functools.lru_cache(maxsize=512)
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
-    return ["takes no block mask"] * problem.masked + broadcast.lacks(problem)
+    family = broadcast if problem.query is QueryKind.BROADCAST else general
+    return ["takes no block mask"] * problem.masked + family.lacks(problem)
 
 
-def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
-    """Tiles and worker offsets: equal ranges of the KV blocks of each head, over all sequences."""
+def plan_backward(
+    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
+) -> list[Tensor]:
+    """Tiles and worker offsets, as the launcher of the query's kind reads them."""
+    if problem.query is QueryKind.BROADCAST:
+        return plan_broadcast_backward(problem, keys, rows)
+    return plan_general_backward(problem, keys, query, rows, q_rows)
+
+
+def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
+    """Equal ranges of the KV blocks of each head, over all sequences."""
     config = broadcast.select(problem)
     assert problem.q_len is not None
     schedule = keys.schedule(
@@ -94,7 +104,7 @@ def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> l
 def plan_general_backward(
     problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
 ) -> list[Tensor]:
-    """Tiles and worker offsets: KV blocks with the query blocks that see them, dealt as in forward."""
+    """KV blocks with the query blocks that see them, dealt as in forward."""
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     schedule = keys.schedule(
