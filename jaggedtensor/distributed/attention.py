@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jaggedtensor.distributed.collectives import agree, all_reduce, replicated, resolve, sum_over
@@ -80,7 +81,7 @@ def _merge(out: Tensor, lse: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     most = all_reduce(lse.detach(), "max", group)
     most = torch.where(most == -torch.inf, 0, most)  # a row that sees no key anywhere: its weights are exp(-inf) = 0
     weight = (lse - most).exp().unsqueeze(-1)
-    sums = sum_over(torch.cat((weight * out.to(lse.dtype), weight), -1), group)
+    sums = sum_over(weight * F.pad(out.to(lse.dtype), (0, 1), value=1.0), group)  # the last column is of weights
     weights = sums[..., -1]
     seen = weights > 0
     safe = torch.where(seen, weights, 1)

@@ -106,7 +106,13 @@ class JaggedAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def forward(
-        self, query: Batch, key: JaggedTensor | None = None, value: JaggedTensor | None = None, *, group: Any = None
+        self,
+        query: Batch,
+        key: JaggedTensor | None = None,
+        value: JaggedTensor | None = None,
+        *,
+        block_mask: Tensor | None = None,
+        group: Any = None,
     ) -> Any:
         """Attention of `query` to `key`, or to itself.
 
@@ -115,6 +121,7 @@ class JaggedAttention(nn.Module):
                 `[B, Lq, dim]`, one for each.
             key: `[tokens, key_dim]`; the query if left out.
             value: `[tokens, value_dim]` on the layout of the keys; the keys if left out.
+            block_mask: see `jaggedtensor.attend`.
             group: see `jaggedtensor.attend`; every rank has all queries and a part of the keys.
 
         Returns:
@@ -133,7 +140,8 @@ class JaggedAttention(nn.Module):
             q, k = self.q_norm(q.to(wide)), self.k_norm(k.to(wide))
         if self.rotary is not None:
             q, k = self.rotary(q, k.layout), self.rotary(k)
-        out = k.attend(q, v, scale=self.scale, causal=self.causal, window=self.window, group=group)
+        options = {"scale": self.scale, "causal": self.causal, "window": self.window, "block_mask": block_mask}
+        out = k.attend(q, v, group=group, **options)
         return self.out_proj(out.flatten(-2))
 
     def _project(self, query: Batch, key: JaggedTensor | None, value: JaggedTensor | None) -> tuple[Any, Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from jaggedtensor.errors import fail
 from jaggedtensor.nn.attention import Batch, JaggedAttention
@@ -64,12 +64,14 @@ class JaggedTransformerLayer(nn.Module):
         self.norm1, self.norm2 = norm(dim, **factory), norm(dim, **factory)
         self.dropout, self.dropout1, self.dropout2 = (nn.Dropout(dropout) for _ in range(3))
 
-    def forward(self, x: JaggedTensor, keys: JaggedTensor | None = None) -> JaggedTensor:
+    def forward(
+        self, x: JaggedTensor, keys: JaggedTensor | None = None, *, block_mask: Tensor | None = None
+    ) -> JaggedTensor:
         """`[tokens, dim]` to `[tokens, dim]` on the same layout; attends to itself, or to `keys` `[tokens_k, dim]`."""
         if self.norm_first:
-            x = x + self.dropout1(self.self_attn(self.norm1(x), keys))
+            x = x + self.dropout1(self.self_attn(self.norm1(x), keys, block_mask=block_mask))
             return x + self.dropout2(feed_forward(self, self.norm2(x)))
-        x = self.norm1(x + self.dropout1(self.self_attn(x, keys)))
+        x = self.norm1(x + self.dropout1(self.self_attn(x, keys, block_mask=block_mask)))
         return self.norm2(x + self.dropout2(feed_forward(self, x)))
 
 
@@ -85,12 +87,12 @@ class JaggedTransformer(nn.Module):
         super().__init__()
         self.layers, self.norm = nn.ModuleList(layers), norm
 
-    def forward(self, x: JaggedTensor) -> JaggedTensor:
-        """`[tokens, dim]` to the same on the same layout."""
+    def forward(self, x: JaggedTensor, *, block_mask: Tensor | None = None) -> JaggedTensor:
+        """`[tokens, dim]` to the same on the same layout; every layer has the same `block_mask`."""
         if not isinstance(x, JaggedTensor):
             fail("x", "a JaggedTensor", x, "for a padded tensor use JaggedTensor.from_padded", error=TypeError)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if block_mask is None else layer(x, block_mask=block_mask)
         return x if self.norm is None else self.norm(x)
 
 

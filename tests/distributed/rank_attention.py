@@ -144,6 +144,8 @@ def check_mistakes_are_errors_on_every_rank(mesh):
     raises(ValueError, f"operation must be {same}", call() if mistaken else lambda: key.shard(mesh))
     raises(NotImplementedError, "causal and window must be left out with group", call(causal=True))
     raises(NotImplementedError, "causal and window must be left out with group", call(window=3))
+    mask = torch.ones(1, 1, 1, dtype=torch.bool)
+    raises(NotImplementedError, "block_mask must be left out with group", call(block_mask=mask))
     raises(
         TypeError,
         "group must be a ProcessGroup or a one-dimensional DeviceMesh, got 3",

@@ -247,6 +247,16 @@ def test_layer_attends_to_other_keys_and_layers_of_a_stack_share_the_layout():
     torch.testing.assert_close(stack(x).values(), stack.norm(layer(layer(x))).values())
 
 
+def test_block_mask_reaches_every_layer():
+    torch.manual_seed(0)
+    stack = JaggedTransformer([JaggedTransformerLayer(16, 4, dtype=F64) for _ in range(2)])
+    jt = make_jagged((200, 0, 3), 16)
+    alone = torch.eye(2, dtype=torch.bool)[None]  # blocks of 128 see themselves: as if they were sequences
+    cut = JaggedTensor.from_lengths(jt.values(), torch.tensor([128, 72, 0, 3]))
+    torch.testing.assert_close(stack(jt, block_mask=alone).values(), stack(cut).values())
+    assert not torch.allclose(stack(jt).values(), stack(cut).values())
+
+
 def test_torchs_norms_serve_as_they_are():
     jt = make_jagged(MIXED, 16, slack=1)
     for norm in (nn.LayerNorm(16, dtype=F64), nn.RMSNorm(16, dtype=F64)):
