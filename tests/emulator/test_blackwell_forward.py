@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,163 +10,12 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
-from jaggedtensor import JaggedLayout
-from jaggedtensor.kernels.blackwell.attention_fwd import config as configuration
-from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
-from jaggedtensor.kernels.blackwell.plan import lacks, plan_forward
-from jaggedtensor.kernels.emulator import emulate
-from jaggedtensor.kernels.shared.ragged import ragged
-from jaggedtensor.problem import UNLIMITED, AttentionProblem, Device, QueryKind
-from jaggedtensor.testing.mutants import schedules
+from jaggedtensor.testing.mutants import load_module, schedules, score
 
+FAMILY = Path(__file__).parent / "families" / "blackwell_forward.py"
+family = load_module(str(FAMILY))
+Case, B, P, J = family.Case, family.B, family.P, family.J
 SEEDS = 3
-
-
-@dataclass(frozen=True)
-class Case:
-    lengths: tuple[int, ...]
-    q_len: int = 128
-    q_lengths: tuple[int, ...] = ()  # of a jagged query
-    kind: QueryKind = QueryKind.BROADCAST
-    kv_heads: int = 1
-    group: int = 1
-    dim: int = 64
-    value_dim: int = 64
-    left: int = UNLIMITED
-    right: int = UNLIMITED
-    processors: int = 2
-    dtype: torch.dtype = torch.float16
-    slack: int = 3
-    spread: float = 1.0  # of the query: how much peaks grow
-
-    @property
-    def problem(self) -> AttentionProblem:
-        return AttentionProblem(
-            self.kind,
-            None if self.q_lengths else self.q_len,
-            self.kv_heads * self.group,
-            self.kv_heads,
-            self.dim,
-            self.value_dim,
-            self.dtype,
-            Device("cuda", (10, 0), self.processors, 227 << 10),
-            self.left,
-            self.right,
-        )
-
-
-def reference(case: Case, queries, k, v, offsets, scale):
-    """out and lse of each sequence, `[Lq, Hq, Dv]` and `[Lq, Hq]` in float64."""
-    outs, lses = [], []
-    for b, q in enumerate(queries):
-        rows = slice(offsets[b], offsets[b + 1])
-        key = k[rows].double().repeat_interleave(case.group, 1)
-        value = v[rows].double().repeat_interleave(case.group, 1)
-        score = scale * torch.einsum("ihd,jhd->hij", q.double(), key)
-        shift = len(key) - len(q)
-        i, j = torch.arange(len(q))[:, None], torch.arange(len(key))[None]
-        if case.left != UNLIMITED:
-            score = score.masked_fill(j < i + shift - case.left, -math.inf)
-        if case.right != UNLIMITED:
-            score = score.masked_fill(j > i + shift + case.right, -math.inf)
-        lse = score.logsumexp(2) if len(key) else torch.full(score.shape[:2], -math.inf, dtype=torch.float64)
-        p = torch.nan_to_num((score - lse[:, :, None]).exp())
-        outs.append(torch.einsum("hij,jhd->ihd", p, value))
-        lses.append(lse.T)
-    return outs, lses
-
-
-def run(case: Case, order: str, seed: int, **chosen: Any):
-    """The kernel's results against float64; NaN wherever nobody should look, and in all that is to be written."""
-    generator = torch.Generator().manual_seed(7)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(case.dtype)
-
-    problem = case.problem
-    assert not lacks(problem)
-    config = configuration.select(problem, **chosen)
-    layout = JaggedLayout.from_lengths(torch.tensor(case.lengths))
-    batch, tokens, heads = len(case.lengths), sum(case.lengths), problem.q_heads
-    offsets, rows = layout.offsets(), tokens + case.slack
-    k, v = normal(rows, case.kv_heads, case.dim), normal(rows, case.kv_heads, case.value_dim)
-    q_layout, q_offsets = None, None
-    if case.q_lengths:
-        q_layout = JaggedLayout.from_lengths(torch.tensor(case.q_lengths))
-        q_offsets = q_layout.offsets()
-        q = normal(sum(case.q_lengths) + case.slack, heads, case.dim) * case.spread
-        queries = [q[a:b] for a, b in zip(q_offsets[:-1].tolist(), q_offsets[1:].tolist(), strict=True)]
-        out_rows = len(q)
-    elif case.kind is QueryKind.BROADCAST:
-        q = normal(case.q_len, heads, case.dim) * case.spread
-        queries, out_rows = [q] * batch, batch * case.q_len
-    else:
-        q = normal(batch * case.q_len, heads, case.dim) * case.spread
-        queries, out_rows = list(q.view(batch, case.q_len, heads, case.dim)), batch * case.q_len
-    scale = 1 / math.sqrt(case.dim)
-    outs, lses = reference(case, queries, k, v, offsets.tolist(), scale)
-    k[tokens:], v[tokens:] = math.nan, math.nan
-    if case.q_lengths:
-        q[sum(case.q_lengths) :] = math.nan
-    out = torch.full((out_rows, heads, case.value_dim), math.nan, dtype=case.dtype)
-    if case.q_lengths:
-        lse = torch.full((out_rows, heads), math.nan)
-        steps = (0, lse.stride(0), lse.stride(1))
-    else:
-        lse = torch.full((batch, heads, case.q_len), math.nan)
-        steps = (lse.stride(0), lse.stride(2), lse.stride(1))
-    tiles, worker_offsets = plan_forward(problem, layout, q_layout, rows, len(q), select=lambda _: config)
-    per_query = (configuration.ROWS // config.group, config.group)
-    blocks = ((q, *per_query, config.block_d), (k, 128, 1, config.block_d), (v, 128, 1, config.block_d))
-    log2_scale = scale * math.log2(math.e)
-    report = emulate(
-        forward_kernel,
-        (worker_offsets.shape[0] - 1,),
-        *(ragged(*block)[1]() for block in (*blocks, (out, *per_query, config.block_d))),
-        out,
-        lse,
-        *steps,
-        tiles,
-        worker_offsets,
-        None,
-        q_offsets,
-        offsets,
-        problem.q_len or 0,
-        log2_scale,
-        2.0 ** round(math.log2(log2_scale)),
-        problem.left,
-        problem.right,
-        config,
-        num_warps=4,
-        target="sm100",
-        order=order,
-        seed=seed,
-    )
-    report.raise_if_bad()
-    assert report.shared_peak <= configuration.SHARED_MEMORY
-    assert report.tensor_peak == config.tensor_columns
-    begin = 0
-    for b, (wanted, wanted_lse) in enumerate(zip(outs, lses, strict=True)):
-        n = len(wanted)
-        got = out[begin : begin + n].double()
-        got_lse = (lse[begin : begin + n] if case.q_lengths else lse[b].T).double()
-        begin += n
-        if not case.lengths[b]:  # no tile: the launcher fills what the kernel must not touch
-            assert got.isnan().all()
-            assert got_lse.isnan().all()
-            continue
-        blind = wanted_lse == -math.inf
-        written = ~got_lse.isnan()
-        assert (written | blind).all(), f"sequence {b}: lse is not written"
-        assert (got[blind & written] == 0).all()
-        assert (got_lse[blind & written] == -math.inf).all()
-        assert ((got - wanted)[~blind].abs() < 4e-3 * (4 if case.dtype == torch.bfloat16 else 1)).all(), f"out of {b}"
-        assert ((got_lse - wanted_lse)[~blind].abs() < 1e-3).all(), f"lse of {b}"
-    assert out[begin:].isnan().all(), "rows past the last sequence were written"
-    return report
-
-
-B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
 CASES = {
     "streams": Case((150, 0, 600, 1, 300, 129), processors=2),
     "streams of two heads, groups of two": Case((129, 5, 513), q_len=37, kv_heads=2, group=2),
@@ -186,4 +33,28 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_values_are_right_under_every_order(case):
     for order, seed in schedules(SEEDS):
-        run(case, order, seed)
+        family.run(case, order, seed)
+
+
+@pytest.mark.parametrize("stages", [3, 4, 8])
+def test_rings_of_any_depth(stages):
+    for case in (Case((700, 3, 1)), Case((300, 1), q_lengths=(200, 1), kind=J)):
+        for order, seed in schedules(1):
+            family.run(case, order, seed, kv_stages=stages)
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"early": 0}, {"pieces": 4, "polynomials": 0}, {"pieces": 8, "polynomials": 4}], ids=str
+)
+def test_other_ways_to_publish_and_exponentiate(chosen):
+    for case in (Case((300, 1), q_lengths=(200, 1), kind=J), Case((300, 1, 70), q_len=9)):
+        for order, seed in schedules(1):
+            family.run(case, order, seed, **chosen)
+
+
+def test_a_few_mutants_are_found():
+    """A sample; `make mutants` takes them all."""
+    result = score(str(FAMILY), schedules(1), jobs=1, limit=60, only=6)
+    assert not result.right.kind, str(result)
+    assert not result.survivors, str(result)
+    assert not result.mistaken, str(result)

@@ -1,0 +1,188 @@
+"""The Blackwell forward on the emulator, held to float64; its mutants are counted by
+
+python -m jaggedtensor.testing.mutants tests/emulator/families/blackwell_forward.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jaggedtensor import JaggedLayout
+from jaggedtensor.kernels.blackwell.attention_fwd import config as configuration
+from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
+from jaggedtensor.kernels.blackwell.plan import lacks, plan_forward
+from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.shared.ragged import ragged
+from jaggedtensor.problem import UNLIMITED, AttentionProblem, Device, QueryKind
+from jaggedtensor.testing.families import Family
+
+B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    q_len: int = 128
+    q_lengths: tuple[int, ...] = ()  # of a jagged query
+    kind: QueryKind = B
+    kv_heads: int = 1
+    group: int = 1
+    dim: int = 64
+    value_dim: int = 64
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    processors: int = 2
+    dtype: torch.dtype = torch.float16
+    slack: int = 3
+    spread: float = 1.0  # of the query: how much peaks grow
+
+    @property
+    def problem(self) -> AttentionProblem:
+        return AttentionProblem(
+            self.kind,
+            None if self.q_lengths else self.q_len,
+            self.kv_heads * self.group,
+            self.kv_heads,
+            self.dim,
+            self.value_dim,
+            self.dtype,
+            Device("cuda", (10, 0), self.processors, 227 << 10),
+            self.left,
+            self.right,
+        )
+
+
+def reference(case: Case, queries, k, v, offsets, scale):
+    """out and lse of each sequence, `[Lq, Hq, Dv]` and `[Lq, Hq]` in float64."""
+    outs, lses = [], []
+    for b, q in enumerate(queries):
+        rows = slice(offsets[b], offsets[b + 1])
+        key = k[rows].double().repeat_interleave(case.group, 1)
+        value = v[rows].double().repeat_interleave(case.group, 1)
+        score = scale * torch.einsum("ihd,jhd->hij", q.double(), key)
+        shift = len(key) - len(q)
+        i, j = torch.arange(len(q))[:, None], torch.arange(len(key))[None]
+        if case.left != UNLIMITED:
+            score = score.masked_fill(j < i + shift - case.left, -math.inf)
+        if case.right != UNLIMITED:
+            score = score.masked_fill(j > i + shift + case.right, -math.inf)
+        lse = score.logsumexp(2) if len(key) else torch.full(score.shape[:2], -math.inf, dtype=torch.float64)
+        p = torch.nan_to_num((score - lse[:, :, None]).exp())
+        outs.append(torch.einsum("hij,jhd->ihd", p, value))
+        lses.append(lse.T)
+    return outs, lses
+
+
+def run(case: Case, order: str, seed: int, **chosen: Any):
+    """The kernel's results against float64; NaN wherever nobody should look, and in all that is to be written."""
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    problem = case.problem
+    assert not lacks(problem)
+    config = configuration.select(problem, **chosen)
+    layout = JaggedLayout.from_lengths(torch.tensor(case.lengths))
+    batch, tokens, heads = len(case.lengths), sum(case.lengths), problem.q_heads
+    offsets, rows = layout.offsets(), tokens + case.slack
+    k, v = normal(rows, case.kv_heads, case.dim), normal(rows, case.kv_heads, case.value_dim)
+    q_layout, q_offsets = None, None
+    if case.q_lengths:
+        q_layout = JaggedLayout.from_lengths(torch.tensor(case.q_lengths))
+        q_offsets = q_layout.offsets()
+        q = normal(sum(case.q_lengths) + case.slack, heads, case.dim) * case.spread
+        queries = [q[a:b] for a, b in zip(q_offsets[:-1].tolist(), q_offsets[1:].tolist(), strict=True)]
+        out_rows = len(q)
+    elif case.kind is B:
+        q = normal(case.q_len, heads, case.dim) * case.spread
+        queries, out_rows = [q] * batch, batch * case.q_len
+    else:
+        q = normal(batch * case.q_len, heads, case.dim) * case.spread
+        queries, out_rows = list(q.view(batch, case.q_len, heads, case.dim)), batch * case.q_len
+    scale = 1 / math.sqrt(case.dim)
+    outs, lses = reference(case, queries, k, v, offsets.tolist(), scale)
+    k[tokens:], v[tokens:] = math.nan, math.nan
+    if case.q_lengths:
+        q[sum(case.q_lengths) :] = math.nan
+    out = torch.full((out_rows, heads, case.value_dim), math.nan, dtype=case.dtype)
+    if case.q_lengths:
+        lse = torch.full((out_rows, heads), math.nan)
+        steps = (0, lse.stride(0), lse.stride(1))
+    else:
+        lse = torch.full((batch, heads, case.q_len), math.nan)
+        steps = (lse.stride(0), lse.stride(2), lse.stride(1))
+    tiles, worker_offsets = plan_forward(problem, layout, q_layout, rows, len(q), select=lambda _: config)
+    per_query = (configuration.ROWS // config.group, config.group)
+    blocks = ((q, *per_query, config.block_d), (k, 128, 1, config.block_d), (v, 128, 1, config.block_d))
+    log2_scale = scale * math.log2(math.e)
+    report = emulate(
+        forward_kernel,
+        (worker_offsets.shape[0] - 1,),
+        *(ragged(*block)[1]() for block in (*blocks, (out, *per_query, config.block_d))),
+        out,
+        lse,
+        *steps,
+        tiles,
+        worker_offsets,
+        None,
+        q_offsets,
+        offsets,
+        problem.q_len or 0,
+        log2_scale,
+        2.0 ** round(math.log2(log2_scale)),
+        problem.left,
+        problem.right,
+        config,
+        num_warps=4,
+        target="sm100",
+        order=order,
+        seed=seed,
+    )
+    report.raise_if_bad()
+    assert report.shared_peak <= configuration.SHARED_MEMORY
+    assert report.tensor_peak == config.tensor_columns
+    begin = 0
+    for b, (wanted, wanted_lse) in enumerate(zip(outs, lses, strict=True)):
+        n = len(wanted)
+        got = out[begin : begin + n].double()
+        got_lse = (lse[begin : begin + n] if case.q_lengths else lse[b].T).double()
+        begin += n
+        if not case.lengths[b]:  # no tile: the launcher fills what the kernel must not touch
+            assert got.isnan().all()
+            assert got_lse.isnan().all()
+            continue
+        blind = wanted_lse == -math.inf
+        written = ~got_lse.isnan()
+        assert (written | blind).all(), f"sequence {b}: lse is not written"
+        assert (got[blind & written] == 0).all()
+        assert (got_lse[blind & written] == -math.inf).all()
+        assert ((got - wanted)[~blind].abs() < 4e-3 * (4 if case.dtype == torch.bfloat16 else 1)).all(), f"out of {b}"
+        assert ((got_lse - wanted_lse)[~blind].abs() < 1e-3).all(), f"lse of {b}"
+    assert out[begin:].isnan().all(), "rows past the last sequence were written"
+    return report
+
+
+# Small, for mutants: tiles of one block to five, on one CTA, which keeps or changes its query between them.
+MUTATED = (
+    (Case((300, 0, 129, 600, 1, 400), kv_heads=2, q_len=3, processors=1), {"kv_stages": 3}),
+    (Case((500, 1, 140, 0, 260), kind=P, q_len=2, processors=1, spread=5.0, dtype=torch.bfloat16), {}),
+    (Case((260, 1, 390, 0, 130), q_lengths=(5, 140, 130, 3, 257), kind=J, processors=1, spread=5.0), {"kv_stages": 3}),
+    (Case((130, 300, 129), q_len=130, processors=1), {}),
+)
+
+
+def run_all(order: str, seed: int) -> None:
+    for case, chosen in MUTATED:
+        run(case, order, seed, **chosen)
+
+
+FAMILY = Family(
+    "blackwell forward",
+    runner=run_all,
+    modules=["jaggedtensor.kernels.blackwell.attention_fwd.device"],
+)
