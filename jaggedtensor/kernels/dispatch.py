@@ -69,11 +69,17 @@ def plan_hopper(
 
 
 def plan_blackwell(
-    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int, train: bool
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    train: bool,
+    *block_mask: Tensor,
 ) -> Schedules:
     """The portable kernels do the backward pass."""
-    forward = plan_blackwell_forward(problem, keys, query, rows, q_rows)
-    return forward, plan_portable(problem, keys, query, rows, q_rows, True)[1] if train else []
+    forward = plan_blackwell_forward(problem, keys, query, rows, q_rows, *block_mask)
+    return forward, plan_portable(problem, keys, query, rows, q_rows, True, *block_mask)[1] if train else []
 
 
 def nothing_more(problem: AttentionProblem) -> list[str]:
@@ -196,6 +202,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         needs_gluon=True,
         arch=10,
         limits=blackwell_lacks,
+        masks=True,
         backward="portable",
         backward_limits=lambda problem: ["has no backward pass of its own"],
     ),

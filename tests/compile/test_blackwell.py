@@ -159,7 +159,6 @@ def test_who_asks_for_blackwell_by_name_gets_it_where_it_runs():
         r"head dimensions up to 128, not 256 and 128": replace(problem, head_dim=256),
         r"multiples of 8\), not 128 and 100": replace(problem, value_dim=100),
         r"up to 128 query heads": replace(problem, q_heads=516),
-        r"block_mask": replace(problem, masked=True),
     }
     for message, lacking in refused.items():
         with pytest.raises(NotImplementedError, match=message):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
 from jaggedtensor.problem import AttentionProblem
 from jaggedtensor.schedules.types import ScheduleKind
@@ -34,12 +35,16 @@ def plan_forward(
     query: JaggedLayout | None,
     rows: int,
     q_rows: int,
+    block_mask: Tensor | None = None,
+    *,
     select: Callable[[AttentionProblem], forward.Config] = forward.select,
 ) -> list[Tensor]:
-    """Tiles and worker offsets: the longest first, dealt back and forth to one CTA for each multiprocessor."""
+    """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to one
+    CTA for each multiprocessor."""
     config = select(problem)
     q_len = problem.q_len if query is None else query
     assert q_len is not None
+    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
     schedule = keys.schedule(
         ScheduleKind.ZIGZAG,
         q_len=q_len,
@@ -53,6 +58,10 @@ def plan_forward(
         tile_cost=config.tile_cost,
         rows=rows,
         q_rows=q_rows,
+        **mask,
     )
     assert schedule.worker_offsets is not None
-    return [schedule.tiles, schedule.worker_offsets]
+    found = [schedule.tiles, schedule.worker_offsets]
+    if block_mask is not None:  # the list is None where nothing has any work
+        found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
+    return found

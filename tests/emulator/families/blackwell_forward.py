@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from jaggedtensor import JaggedLayout
+from jaggedtensor.block_masks import blocks_of, mask_of_sequence, visible_through
 from jaggedtensor.kernels.blackwell.attention_fwd import config as configuration
 from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
 from jaggedtensor.kernels.blackwell.plan import lacks, plan_forward
@@ -38,6 +39,7 @@ class Case:
     processors: int = 2
     dtype: torch.dtype = torch.float16
     slack: int = 3
+    masked: bool = False  # by a random block mask
     spread: float = 1.0  # of the query: how much peaks grow
 
     @property
@@ -53,10 +55,11 @@ class Case:
             Device("cuda", (10, 0), self.processors, 227 << 10),
             self.left,
             self.right,
+            masked=self.masked,
         )
 
 
-def reference(case: Case, queries, k, v, offsets, scale):
+def reference(case: Case, queries, k, v, offsets, scale, mask):
     """out and lse of each sequence, `[Lq, Hq, Dv]` and `[Lq, Hq]` in float64."""
     outs, lses = [], []
     for b, q in enumerate(queries):
@@ -70,6 +73,9 @@ def reference(case: Case, queries, k, v, offsets, scale):
             score = score.masked_fill(j < i + shift - case.left, -math.inf)
         if case.right != UNLIMITED:
             score = score.masked_fill(j > i + shift + case.right, -math.inf)
+        if mask is not None:
+            seen = visible_through(mask_of_sequence(mask, b), len(q), len(key))
+            score = score.masked_fill(~seen, -math.inf)
         lse = score.logsumexp(2) if len(key) else torch.full(score.shape[:2], -math.inf, dtype=torch.float64)
         p = torch.nan_to_num((score - lse[:, :, None]).exp())
         outs.append(torch.einsum("hij,jhd->ihd", p, value))
@@ -105,7 +111,11 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
         q = normal(batch * case.q_len, heads, case.dim) * case.spread
         queries, out_rows = list(q.view(batch, case.q_len, heads, case.dim)), batch * case.q_len
     scale = 1 / math.sqrt(case.dim)
-    outs, lses = reference(case, queries, k, v, offsets.tolist(), scale)
+    mask = None
+    if case.masked:
+        longest = max(len(q) for q in queries), max(case.lengths)
+        mask = torch.rand(batch, *map(blocks_of, longest), generator=generator) < 0.6
+    outs, lses = reference(case, queries, k, v, offsets.tolist(), scale, mask)
     k[tokens:], v[tokens:] = math.nan, math.nan
     if case.q_lengths:
         q[sum(case.q_lengths) :] = math.nan
@@ -116,7 +126,9 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
     else:
         lse = torch.full((batch, heads, case.q_len), math.nan)
         steps = (lse.stride(0), lse.stride(2), lse.stride(1))
-    tiles, worker_offsets = plan_forward(problem, layout, q_layout, rows, len(q), select=lambda _: config)
+    tiles, worker_offsets, *listed = plan_forward(
+        problem, layout, q_layout, rows, len(q), mask, select=lambda _: config
+    )
     per_query = (configuration.ROWS // config.group, config.group)
     blocks = ((q, *per_query, config.block_d), (k, 128, 1, config.block_d), (v, 128, 1, config.block_d))
     log2_scale = scale * math.log2(math.e)
@@ -129,7 +141,7 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
         *steps,
         tiles,
         worker_offsets,
-        None,
+        listed[0] if listed else None,
         q_offsets,
         offsets,
         problem.q_len or 0,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
 ROWS = 128  # packed query rows of a lane: what one tcgen05.mma takes
@@ -80,8 +81,10 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     group = 1 << (problem.group - 1).bit_length()
     rows = None if problem.q_len is None else problem.q_len * group
     broadcast = problem.query is QueryKind.BROADCAST
-    # Rows past the first 128 would be another tile, which reads all keys again; fewer than that leave a lane idle.
-    streams = bool(chosen.pop("streams", rows is not None and rows <= ROWS))
+    # Rows past the first 128 would be another tile, which reads all keys again; fewer than that leave a lane idle. And
+    # the rows of a tile must be of one block of a mask.
+    short = rows is not None and rows <= ROWS
+    streams = bool(chosen.pop("streams", short or (problem.masked and group * MASK_BLOCK < 2 * ROWS)))
     q_parts = 1 if streams else 2
     fields: dict[str, Any] = dict(
         streams=streams,

@@ -36,7 +36,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     Operands that TMA cannot address (columns apart, rows not at multiples of 16 bytes) are copied first, and so is the
     query for a negative scale.
     """
-    problem, (tiles, worker_offsets) = args.problem, args.schedule
+    problem, (tiles, worker_offsets, *listed) = args.problem, args.schedule
     q, k, v = (x if takes(x) else x.contiguous() for x in (args.q, args.k, args.v))
     if args.scale < 0:
         q = -q
@@ -63,10 +63,13 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         call.variant.launch(
             worker_offsets.shape[0] - 1,
             descriptors,
-            (out, lse, *call.steps, tiles, worker_offsets, None, q_offsets, k_offsets, *call.ends),
+            (out, lse, *call.steps, tiles, worker_offsets, *(listed or _NOTHING), q_offsets, k_offsets, *call.ends),
             not places % 16,
         )
     return out, lse
+
+
+_NOTHING = (None,)
 
 
 def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
