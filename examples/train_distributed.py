@@ -108,6 +108,8 @@ class Training:
             [len(x) for x in self.sequences], args.budget, cost=SequenceCost.of_encoder(args.dim, causal=True),
             bucket=64 * dist.get_world_size(), seed=args.seed, drop_last=True,
         )  # fmt: skip
+        if not len(self.sampler):
+            raise SystemExit("--sequences: too few to fill a batch of every rank; take more, or a smaller --budget")
         self.model = parallel(Model(args.dim, args.layers, args.dropout, device=device), args.parallel, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), args.lr)
 
@@ -219,11 +221,12 @@ def main(argv: list[str] | None = None) -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=args.timeout)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:  # without torchrun: one process
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    options: dict[str, Any] = {"timeout": timedelta(seconds=args.timeout)}
+    if device.type == "cuda":
+        options["device_id"] = device
+    if "RANK" not in os.environ:  # without torchrun: one process
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **options)
     losses = train(args, device)
     if dist.get_rank() == 0:
         ends = f"from {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "not taken a step"

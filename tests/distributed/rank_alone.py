@@ -11,7 +11,7 @@ import train_distributed as example
 
 store = dist.FileStore(os.environ["STORE"], int(os.environ["WORLD_SIZE"]))
 original = dist.init_process_group
-dist.init_process_group = lambda backend, timeout: original(
-    backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout
+dist.init_process_group = lambda backend, **options: original(
+    backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), **options
 )
 example.main()

@@ -19,7 +19,7 @@ def test_gradients_are_those_of_one_process_and_a_killed_run_that_is_resumed_end
     ranks.check("rank_training.py", tmp_path, *SMALL)
 
     out = tmp_path / "killed"
-    statuses, texts = ranks.run("rank_alone.py", *SMALL, "--out", out, "--fail-at", "3", seconds=60)
+    statuses, texts = ranks.run("rank_alone.py", *SMALL, "--out", out, "--fail-at", "3", seconds=120)
     assert statuses[1] == -9
     assert statuses[0] not in (0, -9), "the rank that is left ends by itself"
     assert "rank 0 stopped at step 3: " in texts[0]
@@ -30,7 +30,7 @@ def test_gradients_are_those_of_one_process_and_a_killed_run_that_is_resumed_end
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     resumed = subprocess.run(
         [*command, "--out", out, "--resume"],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90,
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stdout
     (mine, names), (wanted, same_names) = (contents(path) for path in (out / "step-000005", tmp_path / "ddp-last"))
