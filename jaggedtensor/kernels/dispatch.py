@@ -75,11 +75,11 @@ def plan_blackwell(
     rows: int,
     q_rows: int,
     train: bool,
-    *block_mask: Tensor,
+    block_mask: Tensor | None = None,
 ) -> Schedules:
     """The portable kernels do the backward pass."""
-    forward = plan_blackwell_forward(problem, keys, query, rows, q_rows, *block_mask)
-    return forward, plan_portable(problem, keys, query, rows, q_rows, True, *block_mask)[1] if train else []
+    forward = plan_blackwell_forward(problem, keys, query, rows, q_rows, block_mask)
+    return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1] if train else []
 
 
 def nothing_more(problem: AttentionProblem) -> list[str]:
@@ -194,6 +194,16 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         backward_limits=hopper_backward_lacks,
     ),
     Implementation(
+        "portable",
+        "jaggedtensor.kernels.portable.launch",
+        ("cuda", "cpu") if env.INTERPRETING else ("cuda",),
+        _FLOATS,
+        plan=plan_portable,
+        needs_triton=True,
+        masks=True,
+    ),
+    # Behind the kernels that serve everything: only who asks for it by name gets it, since it has run on no such GPU.
+    Implementation(
         "blackwell",
         "jaggedtensor.kernels.blackwell.launch",
         ("cuda",),
@@ -205,15 +215,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         masks=True,
         backward="portable",
         backward_limits=lambda problem: ["has no backward pass of its own"],
-    ),
-    Implementation(
-        "portable",
-        "jaggedtensor.kernels.portable.launch",
-        ("cuda", "cpu") if env.INTERPRETING else ("cuda",),
-        _FLOATS,
-        plan=plan_portable,
-        needs_triton=True,
-        masks=True,
     ),
 )
 
