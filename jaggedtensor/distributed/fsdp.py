@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.tensor import JaggedTensor
@@ -31,6 +30,8 @@ def fully_shard(module: nn.Module, **options: Any) -> Any:
     Args:
         options: of `torch.distributed.fsdp.fully_shard`.
     """
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard  # with its DTensors it takes a second to import
+
     # Hooks run in order of registration, but for those that are put first.
     module.register_forward_pre_hook(lambda module, args, kwargs: (_closed(args), _closed(kwargs)), with_kwargs=True)
     module.register_forward_hook(lambda module, args, output: _opened(output))
