@@ -193,8 +193,9 @@ def run_all(order: str, seed: int) -> None:
         run(case, order, seed, **chosen)
 
 
+MODULES = ("device", "lanes", "softmax", "correction")
 FAMILY = Family(
     "blackwell forward",
     runner=run_all,
-    modules=["jaggedtensor.kernels.blackwell.attention_fwd.device"],
+    modules=[f"jaggedtensor.kernels.blackwell.attention_fwd.{name}" for name in MODULES],
 )

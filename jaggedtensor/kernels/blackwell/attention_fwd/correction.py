@@ -1,0 +1,171 @@
+"""The roles that let O fade where a peak has grown, and at a tile's end make O and lse of it."""
+
+from jaggedtensor.kernels.blackwell.arithmetic import by_row
+from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
+from jaggedtensor.kernels.shared.dsl import aggregate, fence_async_shared, fma2, gl, gluon, mbarrier, mul2, tma
+from jaggedtensor.kernels.shared.epilogue import store_by_pointers, store_statistics
+from jaggedtensor.kernels.shared.ragged import ragged_place
+from jaggedtensor.kernels.shared.walk import my_range, start_walk
+
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def fade_output(lane, phase, C: gl.constexpr):
+    """O by the factor that softmax has told, if that is not 1 for every row. The phase of `told` after it."""
+    PIECE: gl.constexpr = C.correction_columns
+    COUNT: gl.constexpr = C.block_dv // PIECE
+    mbarrier.wait(lane.told, phase)
+    layout: gl.constexpr = lane.o.slice(0, PIECE).get_reg_layout()
+    fade = gl.reshape(lane.factor().load(), [ROWS])
+    fade = gl.convert_layout(fade, gl.SliceLayout(1, layout))
+    if gl.min(fade, 0) < 1.0:
+        for i in gl.static_range(COUNT):
+            part = lane.o.slice(i * PIECE, PIECE)
+            part.store(mul2(part.load(layout), gl.expand_dims(fade, 1)))
+    mbarrier.arrive(lane.weighted, count=1)
+    return phase ^ 1
+
+
+@aggregate
+class Told:
+    """A lane's rows at the end of a tile, [128] each."""
+
+    peak: gl.tensor
+    norm: gl.tensor
+
+
+@gluon.jit
+def hear(lane, phase, C: gl.constexpr):
+    """What softmax knows of a lane's rows at the end of a tile."""
+    layout: gl.constexpr = gl.SliceLayout(1, lane.o.slice(0, C.correction_columns).get_reg_layout())
+    mbarrier.wait(lane.ended, phase)
+    told = Told(lane.peaks.load(layout), lane.norms.load(layout))
+    mbarrier.arrive(lane.heard, count=1)
+    return told
+
+
+@gluon.jit
+def lse_of(told, scale):
+    """Natural log of the sum of exponentials [128], -inf for rows that see nothing."""
+    some = told.norm > 0
+    natural = (told.peak * scale.exact + gl.log2(gl.where(some, told.norm, 1.0))) * LN_2
+    return gl.where(some, natural, float("-inf"))
+
+
+@gluon.jit
+def inverse(norm):
+    """1 / norm [128], 0 for rows that see nothing, whose O is 0."""
+    some = norm > 0
+    return gl.where(some, 1.0 / gl.where(some, norm, 1.0), 0.0)
+
+
+@gluon.jit
+def put_piece(out, i: gl.constexpr, staging, results, tile, span, first, C: gl.constexpr):
+    """Columns of O [128, PIECE]: to the staging buffer, or past it."""
+    PIECE: gl.constexpr = C.correction_columns
+    if C.tma_store:
+        staging.slice(i * PIECE, PIECE, dim=1).store(out.to(staging.dtype))
+    else:
+        store_by_pointers(results, out, tile, span, first, C, i * PIECE)
+
+
+@gluon.jit
+def send(staging, results, tile, span, first, C: gl.constexpr):
+    """O from the staging buffer, by TMA."""
+    if C.tma_store:
+        fence_async_shared()
+        tma.async_store(
+            results.desc, ragged_place(span.q_start, span.q_count, first // C.group, tile.head * C.heads), staging
+        )
+
+
+@gluon.jit
+def finish_rows(part: gl.constexpr, lane, told, staging, results, tile, span, first, scale, C: gl.constexpr):
+    """O and lse of a lane with rows of its own."""
+    PIECE: gl.constexpr = C.correction_columns
+    COUNT: gl.constexpr = C.block_dv // PIECE
+    share = inverse(told.norm)
+    if C.tma_store:
+        tma.store_wait(part)  # the tile before has left the buffer; lane 0 of this one need not
+    for i in gl.static_range(COUNT):
+        o = lane.o.slice(i * PIECE, PIECE).load()
+        put_piece(mul2(o, by_row(share, o)), i, staging, results, tile, span, first, C)
+    send(staging, results, tile, span, first, C)
+    store_statistics(results, lse_of(told, scale), tile, span, first, C)
+
+
+@gluon.jit
+def finish_streams(lanes, told, both, staging, results, tile, span, first, scale, C: gl.constexpr):
+    """O and lse of two streams of the same rows; without `both`, the second has seen nothing."""
+    PIECE: gl.constexpr = C.correction_columns
+    COUNT: gl.constexpr = C.block_dv // PIECE
+    peak = gl.maximum(told[0].peak, told[1].peak)
+    base = gl.where(peak == float("-inf"), 0.0, peak)
+    unit = scale.of_rows(base)
+    share0 = gl.exp2((told[0].peak - base) * unit)
+    share1 = gl.exp2((told[1].peak - base) * unit)
+    norm = told[0].norm * share0 + told[1].norm * share1
+    share0 = share0 * inverse(norm)
+    share1 = share1 * inverse(norm)
+    if C.tma_store:
+        tma.store_wait(0)  # the tile before has left the buffer
+    for i in gl.static_range(COUNT):
+        o = lanes[0].o.slice(i * PIECE, PIECE).load()
+        o = mul2(o, by_row(share0, o))
+        if both:
+            o = fma2(lanes[1].o.slice(i * PIECE, PIECE).load(), by_row(share1, o), o)
+        put_piece(o, i, staging, results, tile, span, first, C)
+    send(staging, results, tile, span, first, C)
+    store_statistics(results, lse_of(Told(peak, norm), scale), tile, span, first, C)
+
+
+@gluon.jit
+def correct_streams_role(schedule, lanes, staging, results, scale, C: gl.constexpr):
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    phase0, phase1, ended = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        steps0, steps1 = blocks_of(tile, 0, C), blocks_of(tile, 1, C)
+        mbarrier.arrive(lanes[0].weighted, count=1)
+        mbarrier.arrive(lanes[1].weighted, count=1, pred=steps1 > 0)
+        for n in range(1, steps0):
+            phase0 = fade_output(lanes[0], phase0, C)
+            if n < steps1:
+                phase1 = fade_output(lanes[1], phase1, C)
+        told = hear(lanes[0], ended, C), hear(lanes[1], ended, C)
+        mbarrier.wait(lanes[0].summed, ended)
+        ended = ended ^ 1
+        first = first_row(tile, 0, C)
+        finish_streams(lanes, told, steps1 > 0, staging.index(0), results, tile, span, first, scale, C)
+        walk = walk.next(t)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def correct_tiles_role(schedule, lanes, staging, results, scale, C: gl.constexpr):
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    phase0, phase1 = gl.to_tensor(0), gl.to_tensor(0)
+    ended0, ended1 = gl.to_tensor(0), gl.to_tensor(0)
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        both = has_rows(tile, span, 1, C)
+        mbarrier.arrive(lanes[0].weighted, count=1)
+        mbarrier.arrive(lanes[1].weighted, count=1, pred=both)
+        for _ in range(1, tile.kv_end - tile.kv_begin):
+            phase0 = fade_output(lanes[0], phase0, C)
+            if both:
+                phase1 = fade_output(lanes[1], phase1, C)
+        told = hear(lanes[0], ended0, C)
+        mbarrier.wait(lanes[0].summed, ended0)
+        ended0 = ended0 ^ 1
+        finish_rows(0, lanes[0], told, staging.index(0), results, tile, span, first_row(tile, 0, C), scale, C)
+        if both:
+            told = hear(lanes[1], ended1, C)
+            mbarrier.wait(lanes[1].summed, ended1)
+            ended1 = ended1 ^ 1
+            finish_rows(1, lanes[1], told, staging.index(1), results, tile, span, first_row(tile, 1, C), scale, C)
+        walk = walk.next(t)
+    tma.store_wait(0)

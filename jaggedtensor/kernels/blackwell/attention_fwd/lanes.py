@@ -1,0 +1,88 @@
+"""A lane: scores, weights and output of 128 rows in tensor memory, and the barriers between those who work on it."""
+
+from jaggedtensor.kernels.shared.dsl import (
+    TensorMemoryLayout,
+    aggregate,
+    allocate_tensor_memory,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tensor_memory_descriptor,
+)
+
+ROWS: gl.constexpr = gl.constexpr(128)  # of a lane: what one tcgen05.mma takes
+
+
+@aggregate
+class Lane:
+    s: tensor_memory_descriptor  # [128, N] fp32
+    o: tensor_memory_descriptor  # [128, Dv] fp32
+    peaks: gl.shared_memory_descriptor  # [128] fp32
+    norms: gl.shared_memory_descriptor
+    scored: gl.shared_memory_descriptor
+    weighted: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor | gl.constexpr  # None where P is published whole
+    told: gl.shared_memory_descriptor
+    ended: gl.shared_memory_descriptor
+    heard: gl.shared_memory_descriptor
+    summed: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def weights(self, dtype: gl.constexpr):
+        """P [128, N], over the left half of S."""
+        WIDE: gl.constexpr = 2 * self.s.shape[1]
+        layout: gl.constexpr = TensorMemoryLayout([ROWS, WIDE], col_stride=1)
+        return reinterpret(self.s, dtype, [ROWS, WIDE], layout).slice(0, WIDE // 2)
+
+    @gluon.jit
+    def factor(self):
+        """[128, 1] fp32: what O must be multiplied by, over the column of S behind P."""
+        layout: gl.constexpr = TensorMemoryLayout([ROWS, 1], col_stride=1)
+        return reinterpret(self.s, gl.float32, [ROWS, self.s.shape[1]], layout).slice(self.s.shape[1] // 2, 1)
+
+
+@gluon.jit
+def new_barrier(count: gl.constexpr):
+    barrier = mbarrier.allocate_mbarrier()
+    mbarrier.init(barrier, count=count)
+    return barrier
+
+
+@gluon.jit
+def make_lane(C: gl.constexpr):
+    s_layout: gl.constexpr = TensorMemoryLayout([ROWS, C.block_n], col_stride=1)
+    o_layout: gl.constexpr = TensorMemoryLayout([ROWS, C.block_dv], col_stride=1)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return Lane(
+        allocate_tensor_memory(gl.float32, [ROWS, C.block_n], s_layout),
+        allocate_tensor_memory(gl.float32, [ROWS, C.block_dv], o_layout),
+        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
+        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
+        new_barrier(1),
+        new_barrier(2),
+        new_barrier(1) if C.early else None,
+        new_barrier(1),
+        new_barrier(1),
+        new_barrier(1),
+        new_barrier(1),
+    )
+
+
+@gluon.jit
+def first_row(tile, part: gl.constexpr, C: gl.constexpr):
+    """The packed row of a tile's sequence that is a lane's row 0."""
+    return tile.q_block * C.block_m + (0 if C.streams else part * ROWS)
+
+
+@gluon.jit
+def has_rows(tile, span, part: gl.constexpr, C: gl.constexpr):
+    """Whether a lane has anything to do in a tile."""
+    return first_row(tile, part, C) < span.q_count * C.group
+
+
+@gluon.jit
+def blocks_of(tile, part: gl.constexpr, C: gl.constexpr):
+    """How many blocks of a tile a lane has."""
+    count = tile.kv_end - tile.kv_begin
+    return (count + 1 - part) // 2 if C.streams else count

@@ -1,0 +1,162 @@
+"""The role that turns a lane's scores into weights, and keeps the peaks and sums of its rows."""
+
+from jaggedtensor.kernels.blackwell.arithmetic import by_row, exp2_by_polynomial, folded, pieces_of
+from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
+from jaggedtensor.kernels.shared import masks
+from jaggedtensor.kernels.shared.dsl import add2, aggregate, fma2, gl, gluon, mbarrier
+from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, start_walk
+
+blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
+
+
+@aggregate
+class View:
+    """A lane's rows of a tile, and what decides which keys they see."""
+
+    schedule: Schedule
+    tile: Tile
+    span: Span
+    first: gl.tensor  # packed row of the sequence that is row 0 here
+    left: gl.tensor
+    right: gl.tensor
+
+    @gluon.jit
+    def masked(self, score, place, C: gl.constexpr):
+        """-inf for what is past the last key or hidden by the window, in the block at a place of the tile's range."""
+        past = self.schedule.block(place) * C.block_n
+        column = gl.arange(0, C.block_n, gl.SliceLayout(0, score.type.layout))[None, :]
+        i = (self.first + gl.arange(0, ROWS, gl.SliceLayout(1, score.type.layout)))[:, None] // C.group
+        diagonal = i + self.span.k_count - self.span.q_count
+        end = self.span.k_count
+        if C.right:
+            end = gl.minimum(end, diagonal + self.right + 1)
+        seen = column < end - past
+        if C.left:
+            seen = seen & (column >= diagonal - self.left - past)
+        return gl.where(seen, score, float("-inf"))
+
+    @gluon.jit
+    def unmasked(self, C: gl.constexpr):
+        """The range of places below the last whose blocks all rows see whole."""
+        low, high = self.tile.kv_begin, self.tile.kv_end - 1
+        if C.windowed and C.masked:  # a list of blocks has no such range
+            high = low
+        elif C.windowed:
+            last = gl.minimum((self.first + ROWS - 1) // C.group, self.span.q_count - 1)
+            shift = self.span.k_count - self.span.q_count
+            window = (self.left, self.right)
+            low, high = blocks_seen_by_all(self.first // C.group, last, self.span.k_count, shift, window, low, high, C)
+        return low, high
+
+
+@aggregate
+class Rows:
+    """What is known of a lane's rows so far, and the phase of its `scored`."""
+
+    peak: gl.tensor  # [128]: a raw score, which none passes by more than the limit
+    norm: gl.tensor  # [128, 2]: sums of probabilities, by column modulo 2
+    phase: gl.tensor
+
+
+@gluon.jit
+def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr):
+    """P = 2 ** (score * unit + shift) [128, N], in pieces, published; and its sums [128, 2]."""
+    PIECES: gl.constexpr = C.pieces
+    WIDTH: gl.constexpr = C.block_n // PIECES
+    # Evenly spread, so that they run beside the special function unit; they know no 0, which a masked score must give.
+    POLYNOMIALS: gl.constexpr = 0 if MASK else C.polynomials
+    weights = lane.weights(dtype)
+    scores = pieces_of(score, PIECES)
+    norm = None
+    for i in gl.static_range(PIECES):
+        x = fma2(scores[i], by_row(unit, scores[i]), by_row(shift, scores[i]))
+        p = exp2_by_polynomial(x) if POLYNOMIALS and i % (PIECES // POLYNOMIALS) == 1 else gl.exp2(x)
+        part = weights.slice(i * WIDTH, WIDTH)
+        part.store(gl.convert_layout(p.to(dtype), part.get_reg_layout(), assert_trivial=True))
+        norm = folded(p) if norm is None else add2(norm, folded(p))
+        if C.early and (i + 1) * WIDTH == C.early:
+            mbarrier.arrive(lane.weighted, count=1)
+    mbarrier.arrive(lane.filled if C.early else lane.weighted, count=1)
+    return norm
+
+
+@gluon.jit
+def step(rows, lane, view, place, scale, dtype: gl.constexpr, C: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr):
+    """One block of keys, at a place of the tile's range."""
+    mbarrier.wait(lane.scored, rows.phase)
+    score = lane.s.load()
+    if MASK:
+        score = view.masked(score, place, C)
+    peak = gl.max(score, 1)
+    if not FIRST:
+        peak = gl.maximum(rows.peak, peak)
+        peak = gl.where((peak - rows.peak) * scale.exact > C.limit, peak, rows.peak)
+    base = gl.where(peak == float("-inf"), 0.0, peak) if C.windowed else peak
+    unit = scale.of_rows(base)
+    if not FIRST:
+        fade = gl.exp2((rows.peak - base) * unit)
+        factor = lane.factor()
+        factor.store(gl.convert_layout(gl.expand_dims(fade, 1), factor.get_reg_layout()))
+        mbarrier.arrive(lane.told, count=1)
+    norm = write_weights(lane, score, unit, -base * unit, dtype, C, MASK)
+    if not FIRST:
+        norm = fma2(rows.norm, by_row(fade, norm), norm)
+    return Rows(peak, norm, rows.phase ^ 1)
+
+
+@gluon.jit
+def tell(lane, peak, norm, phase):
+    """Peaks and sums [128] to correction, once it has heard those of the tile before."""
+    mbarrier.wait(lane.heard, phase)
+    lane.peaks.store(peak)
+    lane.norms.store(norm)
+    mbarrier.arrive(lane.ended, count=1)
+
+
+@gluon.jit
+def exponentiate(part: gl.constexpr, lane, view, scale, phase, heard, dtype: gl.constexpr, C: gl.constexpr):
+    """All blocks that a lane has of a tile; the phase of `scored` after it."""
+    STRIDE: gl.constexpr = 2 if C.streams else 1
+    OFFSET: gl.constexpr = part if C.streams else 0
+    CUT: gl.constexpr = C.windowed or OFFSET == 0  # the lane's first block may not be seen whole
+    top = view.tile.kv_end - 1 - OFFSET
+    none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lane.s.get_reg_layout()))
+    rows = Rows(none, none, phase)
+    rows = step(rows, lane, view, top, scale, dtype, C, True, CUT)
+    low, high = view.unmasked(C)
+    place = top - STRIDE
+    if C.windowed:
+        many = gl.maximum(place - high + STRIDE, 0) // STRIDE
+        for _ in range(many):
+            rows = step(rows, lane, view, place, scale, dtype, C, False, True)
+            place -= STRIDE
+    many = gl.maximum(place - low + STRIDE, 0) // STRIDE
+    for _ in range(many):
+        rows = step(rows, lane, view, place, scale, dtype, C, False, False)
+        place -= STRIDE
+    if C.left:
+        many = gl.maximum(place - view.tile.kv_begin + STRIDE, 0) // STRIDE
+        for _ in range(many):
+            rows = step(rows, lane, view, place, scale, dtype, C, False, True)
+            place -= STRIDE
+    tell(lane, rows.peak, gl.sum(rows.norm, 1), heard)
+    return rows.phase
+
+
+@gluon.jit
+def softmax_role(part: gl.constexpr, schedule, lane, scale, window, dtype: gl.constexpr, C: gl.constexpr):
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    phase, heard = gl.to_tensor(0), gl.to_tensor(1)
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        if C.streams or has_rows(tile, span, part, C):
+            view = View(schedule, tile, span, first_row(tile, part, C), window[0], window[1])
+            if not C.streams or blocks_of(tile, part, C) > 0:
+                phase = exponentiate(part, lane, view, scale, phase, heard, dtype, C)
+            else:
+                nothing: gl.constexpr = gl.SliceLayout(1, lane.s.get_reg_layout())
+                peak = gl.full([ROWS], float("-inf"), gl.float32, nothing)
+                tell(lane, peak, gl.full([ROWS], 0.0, gl.float32, nothing), heard)
+            heard = heard ^ 1
+        walk = walk.next(t)
