@@ -228,8 +228,30 @@ def test_every_program_runs_once_in_any_order():
     assert out.tolist() != list(range(6))
 
 
+@gluon.jit
+def first_role(out):
+    gl.store(out, 1)
+
+
+@gluon.jit
+def second_role(out, PLACE: gl.constexpr):
+    gl.store(out + PLACE, 2)
+
+
+@gluon.jit
+def two_roles_kernel(out, PLACE: gl.constexpr):
+    gl.warp_specialize([(first_role, (out,)), (second_role, (out, PLACE))], [1])
+    gl.store(out, 3)
+
+
+def test_roles_that_write_the_same_element_race_unless_something_orders_them():
+    run(two_roles_kernel, torch.zeros(2), PLACE=1).raise_if_bad()
+    with pytest.raises(Race, match=r"uses elements of out that (first|second)_role writes"):
+        run(two_roles_kernel, torch.zeros(2), PLACE=0).raise_if_bad()
+
+
 def test_programs_that_write_the_same_element_race():
-    with pytest.raises(Race, match="3 elements of out that another program writes"):
+    with pytest.raises(Race, match="uses elements of out that another program writes"):
         run(overlapping_kernel, torch.zeros(8), N=4, grid=(2,)).raise_if_bad()
 
 

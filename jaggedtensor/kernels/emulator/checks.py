@@ -84,7 +84,7 @@ class Machine:
     """What checks need of the machine (roles.Cluster): where findings go, and whose is what."""
 
     number: int  # of the program, from 1
-    owners: list[str]  # by timeline
+    owners: list  # roles, by timeline
     compiler_fences: bool  # whether those count that the compiler adds where a role reads what it stored itself
     synchronised: bool  # whether programs order each other through global words
 
@@ -120,7 +120,7 @@ def _check_fence(actor: Actor, allocation: Allocation, record: Record, doing: st
     if seen(actor.fenced, record.timeline, record.time):
         return
     machine = actor.machine
-    if machine.compiler_fences and machine.owners[record.timeline] == machine.owners[actor.timeline]:
+    if machine.compiler_fences and machine.owners[record.timeline] is machine.owners[actor.timeline]:
         return
     other = lines_of(record.where)
     actor.machine.find(
@@ -253,41 +253,34 @@ def on_global(actor: Actor, buffer: GlobalBuffer, cells, write: bool, atomic: bo
         if not write:
             return
         log = buffer.log = GlobalLog(buffer.extent)
-    cluster = actor.machine
-    program = cells.of(log.program)
-    if bool(program.any()):
-        _after_writes(actor, buffer, log, cells, program, atomic)
+    words = cells.of(log.words)
+    if bool(words.any()):
+        _after_writes(actor, buffer, log, words.unique(), atomic)
     if write:
-        cells.put(log.program, cluster.number)
-        cells.put(log.timeline, actor.timeline)
-        cells.put(log.time, actor.time())
-        cells.put(log.atomic, atomic)
+        cells.put(log.words, log.word(actor.machine.number, actor.timeline, actor.time(), atomic))
 
 
-def _after_writes(actor: Actor, buffer: GlobalBuffer, log: GlobalLog, cells, program, atomic: bool) -> None:
-    cluster = actor.machine
-    foreign = (program != cluster.number) & (program != 0)
-    if atomic:
-        foreign &= ~cells.of(log.atomic)
-    if bool(foreign.any()) and not cluster.synchronised:
-        cluster.find(
-            "race",
-            f"{actor.label} uses {int(foreign.sum())} elements of {buffer.name} that another program writes",
-            actor,
-            advice="which tiles belong to which program, and whether the results of one reach into those of the next",
-        )
-        return
-    mine = program == cluster.number
-    if atomic:
-        mine &= ~cells.of(log.atomic)
-    timelines, times = cells.of(log.timeline)[mine], cells.of(log.time)[mine]
-    for timeline in timelines.unique().tolist():
-        latest = int(times[timelines == timeline].max())
-        other = cluster.owners[timeline]
-        if not seen(actor.clock, timeline, latest) and other != cluster.owners[actor.timeline]:
-            cluster.find(
+def _after_writes(actor: Actor, buffer: GlobalBuffer, log: GlobalLog, words, atomic: bool) -> None:
+    """Holds an access against the distinct last writes of its elements."""
+    machine = actor.machine
+    for program, timeline, time, was_atomic in zip(*(f.tolist() for f in log.fields(words)), strict=True):
+        if program == 0 or (atomic and was_atomic):
+            continue
+        if program != machine.number:
+            if not machine.synchronised:
+                machine.find(
+                    "race",
+                    f"{actor.label} uses elements of {buffer.name} that another program writes",
+                    actor,
+                    advice="which tiles belong to which program, and whether one reaches into those of the next",
+                )
+                return
+            continue
+        other, me = machine.owners[timeline], machine.owners[actor.timeline]
+        if not seen(actor.clock, timeline, time) and other.name != me.name:  # twins in a cluster write the same
+            machine.find(
                 "race",
-                f"{actor.label} uses elements of {buffer.name} that {other} writes: nothing orders the two",
+                f"{actor.label} uses elements of {buffer.name} that {other.stats.role} writes: nothing orders the two",
                 actor,
                 advice="store_wait(0, read_only=False) and an arrival after it, or tiles of their own",
             )

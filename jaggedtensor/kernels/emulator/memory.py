@@ -306,13 +306,22 @@ def row_major(shape) -> list[int]:
 
 
 class GlobalLog:
-    """For each element of a global tensor, its last write: by which program, on which timeline, when, if atomically."""
+    """For each element of a global tensor, its last write in one word: by which program (from 1; 0 is nobody), on which
+    timeline, when, and whether it was atomic."""
+
+    TIMELINES, TIMES = 12, 28  # bits
 
     def __init__(self, extent: int):
-        self.program = torch.zeros(extent, dtype=torch.int32)  # from 1; 0: nobody
-        self.timeline = torch.zeros(extent, dtype=torch.int32)
-        self.time = torch.zeros(extent, dtype=torch.int32)
-        self.atomic = torch.zeros(extent, dtype=torch.bool)
+        self.words = torch.zeros(extent, dtype=torch.int64)
+
+    def word(self, program: int, timeline: int, time: int, atomic: bool) -> int:
+        return ((program << self.TIMELINES | timeline) << self.TIMES | time) << 1 | atomic
+
+    def fields(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """program, timeline, time, atomic."""
+        place = words >> 1 + self.TIMES
+        time = words >> 1 & (1 << self.TIMES) - 1
+        return place >> self.TIMELINES, place & (1 << self.TIMELINES) - 1, time, (words & 1).bool()
 
 
 class GlobalBuffer:

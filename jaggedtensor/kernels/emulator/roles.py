@@ -56,7 +56,7 @@ class Role(Actor):
         self.cta = cta
         self.name = self.label = name
         self.num_warps = num_warps
-        self.timeline = cluster.new_timeline(name)
+        self.timeline = cluster.new_timeline(self)
         self.clock = [0] * (self.timeline + 1)
         self.clock[self.timeline] = 1
         self.fenced = []
@@ -99,13 +99,13 @@ class Role(Actor):
         for lane in self.lanes:
             if seen(self.clock, lane.timeline, lane.time):
                 return lane
-        self.lanes.append(Lane(self.cluster.new_timeline(self.name), False))
+        self.lanes.append(Lane(self.cluster.new_timeline(self), False))
         return self.lanes[-1]
 
     def queue(self, name: str) -> Lane:
         """The lane of an engine that works in order of issue."""
         if name not in self.queues:
-            self.queues[name] = Lane(self.cluster.new_timeline(self.name), True)
+            self.queues[name] = Lane(self.cluster.new_timeline(self), True)
         return self.queues[name]
 
 
@@ -221,7 +221,7 @@ class Cluster(Machine):
         self.report = report
         self.roles: list[Role] = []
         self.pending: list[Operation] = []
-        self.owners: list[str] = []
+        self.owners: list[Role] = []
         self.number = launch.started
         self.main = greenlet.getcurrent()
         self.order = launch.order
@@ -418,7 +418,7 @@ class Cluster(Machine):
     def synchronised(self) -> bool:  # type: ignore[override]
         return self.launch.synchronised
 
-    def new_timeline(self, owner: str) -> int:
+    def new_timeline(self, owner: Role) -> int:
         self.owners.append(owner)
         return len(self.owners) - 1
 
