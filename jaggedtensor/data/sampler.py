@@ -40,7 +40,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         shuffle: another order in each epoch.
         seed: of that order; the same on every rank.
         drop_last: leave out the last batch, which the data did not fill. Otherwise, where it has fewer sequences than
-            there are replicas, some are repeated, so that no rank is without.
+            there are replicas, some are repeated, so that no rank is without. With `groups`: leave out the steps that
+            not every rank has, rather than have ranks repeat some.
         num_replicas, rank: of `torch.distributed` if it is initialised, else 1 and 0.
         cost: of lengths `[n]`, what ranks are to have equally much of; tokens if left out. Where costs and tokens
             disagree, batches hold fewer tokens than the budget.
@@ -188,7 +189,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         """All ranks share the sequences of each step."""
         count = self.lengths.shape[0]
         order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
-        steps = self._cut(self._bucketed(order), self.num_replicas)
+        steps = self._cut(self._bucketed(order), self.num_replicas, self.drop_last)
         return self._mixed(steps, generator)
 
     def _plan_apart(self, generator: torch.Generator) -> list[Step]:
@@ -207,7 +208,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
                 order = torch.cat(own[begin : begin + self.window])
                 if self.shuffle:
                     order = order[torch.randperm(len(order), generator=generator)]
-                steps = self._cut(self._bucketed(order), 1)
+                steps = self._cut(self._bucketed(order), 1, drop_last=False)
                 stream += [step[0] for step in self._mixed(steps, generator)]
             streams.append(stream)
         sizes = [len(stream) for stream in streams]
@@ -230,7 +231,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             return steps
         return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
 
-    def _cut(self, order: Tensor, ranks: int) -> list[Step]:
+    def _cut(self, order: Tensor, ranks: int, drop_last: bool) -> list[Step]:
         """Steps of as many sequences, in order, as the ranks may hold together."""
         lengths, costs = self.lengths[order], self._costs[order]
         before = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
@@ -241,7 +242,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             if self.max_sequences is not None:
                 most = min(most, begin + ranks * self.max_sequences)
             end, owner = self._fit(lengths, costs, begin, most, ranks)
-            if end == count and self.drop_last and self._has_room(lengths, begin, ranks):
+            if end == count and drop_last and self._has_room(lengths, begin, ranks):
                 break
             chosen = order[begin:end]
             if end - begin < ranks:

@@ -80,15 +80,20 @@ def test_groups_are_read_by_one_rank_each_and_mixed_in_windows():
             numbers += batch
     assert not seen[0] & seen[1]
     assert set(numbers) == set(range(1000))
-    # One window after the other: a group that has gone does not come back, but for the padding at the end.
-    stream = [group_of[n] for step in steps for n in step[0]]
-    once = list(dict.fromkeys(stream))
-    last = {g: len(stream) - 1 - stream[::-1].index(g) for g in once}
+    # One window after the other: a group that has gone does not come back, until there is only padding left.
     short = of_all_ranks(lengths, 600, 2, groups=groups, window=2, drop_last=True)
-    assert min(len(x) for x in (steps, short)) == len(short)
-    assert last[once[0]] < stream.index(once[2]) or len(steps) > len(short)
+    assert short == steps[: len(short)]
+    for rank in range(2):
+        stream = [group_of[n] for step in short for n in step[rank]]
+        order = list(dict.fromkeys(stream))
+        for first, later in zip(order[::2], order[2::2], strict=False):
+            assert stream.index(later) > len(stream) - 1 - stream[::-1].index(first)
     kept = [n for step in short for batch in step for n in batch]
     assert len(kept) == len(set(kept))
+    assert len(steps) < 1.5 * len(short)
+    assert sorted(
+        n for (batch,) in of_all_ranks(lengths, 600, 1, groups=groups, drop_last=True) for n in batch
+    ) == list(range(1000))
 
 
 def test_epochs_and_seeds_differ_and_repeat():
