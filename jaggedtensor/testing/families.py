@@ -142,6 +142,7 @@ class Family:
         modules: the modules whose device functions are mutated, by path or dotted name; if empty, the family's own.
         equivalent: mutants that change nothing that matters, each with the reason.
         bad: variants that must be found, and by which check.
+        triton: the oldest version that compiles it.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Family:
     modules: Sequence[str] = ()
     equivalent: Mapping[str, str] = field(default_factory=dict)
     bad: Sequence[Bad] = ()
+    triton: tuple[int, int] = (3, 8)
 
     def run(self, order: str, seed: int) -> None:
         if self.runner is not None:

@@ -33,6 +33,7 @@ FAMILIES = [
     "cluster_exchange",
 ]
 REPEATS = 20  # of each case: what a race does to a value is luck
+BEGIN = time.monotonic()
 RUN_SECONDS = 6.0
 COMPILE_SECONDS = 40.0
 
@@ -97,13 +98,12 @@ def run(result: Result, send: Any) -> None:
 
 
 def run_all(results: list[Result], jobs: int, seconds: float) -> None:
-    """Fills in the results, so many at a time, and stops with what there is after so many seconds."""
+    """Fills in the results, so many at a time, and stops with what there is so many seconds after the start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "triton.experimental.gluon.language", "jaggedtensor.testing.mutants"])
-    begin = time.monotonic()
     waiting = list(reversed(results))
     running: dict[Any, list[Any]] = {}
-    while (waiting or running) and time.monotonic() - begin < seconds:
+    while (waiting or running) and time.monotonic() - BEGIN < seconds:
         while waiting and len(running) < jobs:
             result = waiting.pop()
             receive, send = context.Pipe(duplex=False)
@@ -137,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--modes", nargs="+", default=["plain", "consan"])
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=85.0)
     given = parser.parse_args()
@@ -144,7 +145,7 @@ def main() -> None:
     from jaggedtensor.testing.mutants import load_module
 
     results = []
-    for consan in (False, True):
+    for consan in (mode == "consan" for mode in given.modes):
         for family in given.families:
             bad = [bad.change for bad in load_module(str(HERE / "mechanisms" / f"{family}.py")).FAMILY.bad]
             results += [Result(family, variant, consan) for variant in ["", *bad]]

@@ -13,6 +13,9 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
+import triton
+
+from jaggedtensor import env
 from jaggedtensor.testing.families import Family
 from jaggedtensor.testing.mutants import Task, bad_variant, judge_all, load_module, schedules, source_of
 
@@ -33,6 +36,21 @@ def test_values_are_right_under_every_order(name: str, i: int) -> None:
     case = family_of(name).cases[i]
     for order, seed in schedules(SEEDS):
         case.emulate(order, seed)
+
+
+@pytest.mark.skipif(env.INTERPRETING, reason="the compiler is not there under TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mechanisms_compile_and_take_the_memory_that_the_emulator_counts(name: str) -> None:
+    family = family_of(name)
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < family.triton:
+        pytest.skip(f"needs Triton {family.triton}")
+    case = family.cases[1]
+    report, compiled = case.emulate("round_robin", 0), case.compile()
+    # The compiler adds what roles are told in, and room for reductions.
+    assert report.shared_peak <= compiled.metadata.shared <= report.shared_peak + 1024
+    # Tensor memory is given out in powers of two, of 32 columns or more.
+    columns = max(32, 1 << (report.tensor_peak - 1).bit_length()) if report.tensor_peak else 0
+    assert compiled.metadata.tmem_size == columns
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -114,4 +114,4 @@ EQUIVALENT = {
     "exchange_role: move down mbarrier.wait(free, phase ^ 1)": "`free` need not come before the expect of `got`",
 }
 
-FAMILY = Family("cluster_exchange", CASES, bad=BAD, equivalent=EQUIVALENT)
+FAMILY = Family("cluster_exchange", CASES, bad=BAD, equivalent=EQUIVALENT, triton=(3, 9))

@@ -152,4 +152,4 @@ EQUIVALENT = {
     "load_role: move down mbarrier.wait(both.index(s), (step // STAGES + 1) & 1)": "`mine` alone guards `full`",
 }
 
-FAMILY = Family("cluster_multicast", CASES, bad=BAD, equivalent=EQUIVALENT)
+FAMILY = Family("cluster_multicast", CASES, bad=BAD, equivalent=EQUIVALENT, triton=(3, 9))
