@@ -102,6 +102,11 @@ def test_no_hot_loop_spills_and_no_product_is_serialised(problem):
         assert sum("HGMMA" in line for line in loop) >= 16
         assert not [line for line in loop if re.search(r"\b(STL|LDL)\b", line)]
     assert complaints(made.asm["ptx"]) == []
+    # The memory of a barrier that no role uses is given to a buffer, which its initial value then spoils.
+    code = tool("nvdisasm", "-c", text=made.asm["cubin"])
+    barriers = re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+(?:\+0x([0-9a-f]+))?\]", code)
+    assert len(barriers) == 4 + 2 * (config.k_stages + config.v_stages) + 12
+    assert min(int(place or "0", 16) for place in barriers) >= config.buffers
     # An over-request of registers drops every one of these without a word.
     asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.asm["ptx"])}
     assert {240, 24} <= asked

@@ -18,6 +18,7 @@ from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast
 from jaggedtensor.kernels.hopper.plan import plan_broadcast_backward
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+from jaggedtensor.testing.families import Family
 from jaggedtensor.testing.mutants import schedules
 
 SEEDS = 3
@@ -161,3 +162,15 @@ def test_rings_of_any_depth():
     for k_stages, v_stages in ((2, 1), (2, 2), (8, 4)):
         for order, seed in schedules(1):
             run(Case((600, 3), dim=64), order, seed, k_stages=k_stages, v_stages=v_stages)
+
+
+def run_some(order, seed):
+    for name in ("tiles cut between two CTAs", "two heads, groups of two"):
+        run(CASES[name], order, seed)
+
+
+FAMILY = Family(
+    "hopper backward of a broadcast query",
+    runner=run_some,
+    modules=("jaggedtensor.kernels.hopper.attention_bwd_broadcast.device",),
+)

@@ -19,6 +19,7 @@ from jaggedtensor.kernels.hopper.plan import plan_general_backward
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.ops.reference import visible_keys
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+from jaggedtensor.testing.families import Family
 from jaggedtensor.testing.mutants import schedules
 
 SEEDS = 2
@@ -152,3 +153,15 @@ CASES = {
 def test_values_are_right_under_every_order(case):
     for order, seed in schedules(SEEDS):
         run(case, order, seed)
+
+
+def run_some(order, seed):
+    for name in ("tiles of one block and of several", "a window, two heads in groups of two"):
+        run(CASES[name], order, seed)
+
+
+FAMILY = Family(
+    "hopper backward",
+    runner=run_some,
+    modules=("jaggedtensor.kernels.hopper.attention_bwd.device",),
+)

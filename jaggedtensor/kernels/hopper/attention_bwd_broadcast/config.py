@@ -34,12 +34,16 @@ class Config:
         return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
 
     @property
-    def shared_memory(self) -> int:
-        """Bytes: Q and dO, the rings of K and V, P and dS, mbarriers (each padded to 16 bytes), arguments of roles."""
+    def buffers(self) -> int:
+        """Bytes: Q and dO, the rings of K and V, P and dS."""
         columns = self.block_d + self.block_dv
         ring = self.block_n * (self.k_stages * self.block_d + self.v_stages * self.block_dv)
-        elements = ROWS * columns + ring + 2 * _TURNS * ROWS * self.block_n
-        return 2 * elements + 16 * 2 * (2 + self.k_stages + self.v_stages + 3 * _TURNS) + _ARGUMENTS
+        return 2 * (ROWS * columns + ring + 2 * _TURNS * ROWS * self.block_n)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes: the buffers, mbarriers (each padded to 16 bytes), what roles are given as arguments."""
+        return self.buffers + 16 * 2 * (2 + self.k_stages + self.v_stages + 3 * _TURNS) + _ARGUMENTS
 
 
 def lacks(problem: AttentionProblem) -> list[str]:

@@ -40,6 +40,7 @@ from jaggedtensor.kernels.shared.walk import Schedule, read_tile, start_walk
 M: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
 KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
+AHEAD: gl.constexpr = gl.constexpr(4)  # tiles that a CTA of a chain tells of at a time
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
@@ -181,6 +182,8 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
             place = ragged_place(span.k_start, span.k_count, block * C.block_n, tile.head)
             if C.parts == 1:
                 tma.async_store(out_desc, place, slot.buffer)
+                tma.store_wait(0)
+                slot.release()
             else:
                 if part == 0:
                     tma.async_store(out_desc, place, slot.buffer)
@@ -188,11 +191,12 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
                     while before <= turn:
                         before = gl.atomic_add(mine - 1, 0, sem="acquire", scope="gpu")
                     tma.async_atomic_add(out_desc, place, slot.buffer)
-                tma.store_wait(1, read_only=False)
-                gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
+                tma.store_wait(0)
+                slot.release()
                 turn += 1
-            tma.store_wait(0)
-            slot.release()
+                if turn % AHEAD == 0:  # in steps, so that the next CTA asks once for several tiles
+                    tma.store_wait(0, read_only=False)
+                    gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
         walk = walk.next(t)
     if C.parts > 1:
         tma.store_wait(0, read_only=False)
@@ -363,6 +367,8 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
         issued = me.late_grad_query(ds, turn - 1, acc)
         me.stage(warpgroup_mma_wait(1, deps=(dx,)), turn - 1)
         acc = warpgroup_mma_wait(0, deps=(issued,))
+        # Nobody waits for this; but the memory of a barrier that nobody uses may be given to a buffer.
+        channels.q.slot(channels.q.start()).release()
 
     column = gl.arange(0, D, gl.SliceLayout(0, ACC_LAYOUT))
     place = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT)) + gl.program_id(0) * M
@@ -410,7 +416,7 @@ def broadcast_kernel(
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)
     p, ds = (make_channel(dtype, [M, N], p_layout, 2, 1, 2), make_channel(dtype, [M, N], p_layout, 2, 1, 2))
     channels = Channels(
-        make_channel(dtype, [M, C.block_d], q_layout, 1),
+        make_channel(dtype, [M, C.block_d], q_layout, 1, 2),
         make_channel(dtype, [M, C.block_dv], grad_layout, 1, 2),
         make_channel(dtype, [N, C.block_d], k_layout, C.k_stages, 2),
         make_channel(dtype, [N, C.block_dv], v_layout, C.v_stages, 2),
