@@ -156,7 +156,7 @@ def test_who_asks_for_blackwell_by_name_gets_it_where_it_runs():
     assert choose(problem).implementation.name != "blackwell"  # not by itself: it has run on no such GPU
     refused = {
         r"compute capability 10\.x, not 9\.0": replace(problem, device=Device("cuda", (9, 0), 132, 227 << 10)),
-        r"head dimensions up to 128, not 256 and 128": replace(problem, head_dim=256),
+        r"head dimensions up to 256, not 264": replace(problem, head_dim=264),
         r"multiples of 8\), not 128 and 100": replace(problem, value_dim=100),
         r"up to 128 query heads": replace(problem, q_heads=516),
     }

@@ -23,6 +23,11 @@ CASES = {
     "streams, value dimension of its own": Case((65, 400), dim=72, value_dim=40, dtype=torch.bfloat16, q_len=5),
     "streams of each sequence's own query, causal": Case((300, 0, 70, 1), kind=P, q_len=100, right=0),
     "streams, block mask": Case((900, 0, 300, 1), q_lengths=(300, 3, 130, 2), kind=J, masked=True),
+    "wide": Case((200, 0, 64, 1, 130), q_len=70, dim=256, value_dim=256, spread=2.0),
+    "wide, of a jagged query, causal": Case((300, 70), q_lengths=(150, 3), kind=J, dim=192, value_dim=128, right=0),
+    "wide, window, groups of three": Case(
+        (300, 1), q_lengths=(50, 3), kind=J, dim=256, value_dim=136, group=3, left=90
+    ),
     "tiles": Case((0, 260, 1, 390), q_lengths=(5, 140, 3, 257), kind=J),
     "tiles of a broadcast query": Case((130, 0, 5, 520), q_len=256, processors=2),
     "tiles, causal": Case((300, 0, 420, 1), q_lengths=(300, 4, 150, 7), kind=J, right=0, group=2, kv_heads=1),

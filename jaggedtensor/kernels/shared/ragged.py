@@ -54,9 +54,9 @@ def ragged(x: Tensor, rows: int, heads: int, columns: int) -> Descriptor:
 
 
 @gluon.jit
-def ragged_place(start, count, row, head):
+def ragged_place(start, count, row, head, column=0):
     """Coordinates of a ragged descriptor: row `row` of `head`, within the `count` rows that begin at `start`."""
-    return [MOST_ROWS, start + count, MOST_ROWS - count + row, head, 0]
+    return [MOST_ROWS, start + count, MOST_ROWS - count + row, head, column]
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     slack: int = 3
     masked: bool = False  # by a random block mask
+    backwards: bool = False  # each CTA takes its shortest tiles first
     spread: float = 1.0  # of the query: how much peaks grow
 
     @property
@@ -129,13 +131,17 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
     tiles, worker_offsets, *listed = plan_forward(
         problem, layout, q_layout, rows, len(q), mask, select=lambda _: config
     )
+    if case.backwards:
+        for begin, end in pairwise(worker_offsets.tolist()):
+            tiles[begin:end] = tiles[begin:end].flip(0)
     per_query = (configuration.ROWS // config.group, config.group)
-    blocks = ((q, *per_query, config.block_d), (k, 128, 1, config.block_d), (v, 128, 1, config.block_d))
+    per_key = (config.block_n, 1, config.block_d)
+    blocks = ((q, *per_query, config.block_d), (k, *per_key), (v, *per_key))
     log2_scale = scale * math.log2(math.e)
     report = emulate(
         forward_kernel,
         (worker_offsets.shape[0] - 1,),
-        *(ragged(*block)[1]() for block in (*blocks, (out, *per_query, config.block_d))),
+        *(ragged(*block)[1]() for block in (*blocks, (out, *per_query, config.out_columns))),
         out,
         lse,
         *steps,
@@ -182,10 +188,18 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
 # Small, for mutants: tiles of one block to five, on one CTA, which keeps or changes its query between them.
 MUTATED = (
     (Case((300, 0, 129, 600, 1, 400), kv_heads=2, q_len=3, processors=1), {"kv_stages": 3}),
-    (Case((500, 1, 140, 0, 260), kind=P, q_len=2, processors=1, spread=5.0, dtype=torch.bfloat16), {}),
+    (Case((500, 1, 140, 0, 3), kind=P, q_len=2, processors=1, spread=5.0, dtype=torch.bfloat16, backwards=True), {}),
     (Case((260, 1, 390, 0, 130), q_lengths=(5, 140, 130, 3, 257), kind=J, processors=1, spread=5.0), {"kv_stages": 3}),
+    (Case((130, 300, 1), q_lengths=(5, 130, 130), kind=J, processors=1, backwards=True), {}),
     (Case((130, 300, 129), q_len=130, processors=1), {}),
+    (Case((64, 1, 0, 300, 200), kv_heads=2, q_len=3, dim=256, processors=1, spread=5.0), {"kv_stages": 3}),
+    (Case((65, 1, 140, 200), kind=P, q_len=3, value_dim=136, processors=1, backwards=True), {}),
 )
+EARLIER = "a step earlier, past what only computes"
+EQUIVALENT = {
+    f"correct_{name}_role: move up mbarrier.arrive(lanes[0].weighted, count=1)": EARLIER
+    for name in ("streams", "tiles", "wide")
+}
 
 
 def run_all(order: str, seed: int) -> None:
@@ -198,4 +212,5 @@ FAMILY = Family(
     "blackwell forward",
     runner=run_all,
     modules=[f"jaggedtensor.kernels.blackwell.attention_fwd.{name}" for name in MODULES],
+    equivalent=EQUIVALENT,
 )

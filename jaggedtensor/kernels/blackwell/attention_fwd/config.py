@@ -16,8 +16,8 @@ ROWS = 128  # packed query rows of a lane: what one tcgen05.mma takes
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 TENSOR_COLUMNS = 512  # of tensor memory
 ROLES_STATE = 512  # bytes that the compiler adds for roles, at most
-REGISTERS = 512  # of a thread of each of four groups of four warps, in all
-MAX_HEAD_DIM = 128
+REGISTERS = {4: 512, 3: 504}  # of a thread of each group of four warps, in all, by their number
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Config:
     """Passed to the kernel whole, as one constexpr."""
 
     streams: bool  # the lanes are two streams of keys for the same 128 rows, not 128 rows each
+    wide: bool  # the lanes add to the same O, and have one softmax
     block_n: int  # keys
     kv_stages: int
-    block_d: int  # D and Dv, rounded up to 64 or 128; the columns past them are zeros
+    block_d: int  # D and Dv, rounded up to 64, 128 or 256; the columns past them are zeros
     block_dv: int  # the same
     block_m: int  # packed query rows of a CTA
     q_parts: int  # of 128 rows
@@ -40,6 +41,8 @@ class Config:
     correction_registers: int = 96  # of a thread: what the others leave
     softmax_registers: int = 192
     single_registers: int = 32  # of the roles of one warp
+    staging: int = 1  # buffers for O on its way out
+    out_columns: int = 128  # of each
     tma_store: bool = True  # O leaves by TMA: not where rows of a tile are nobody's, beside heads of the next group
     heads: int = 1  # query heads of each head of keys
     group: int = 1  # the same, rounded up to a power of two: row r of a tile is query r // group of head r % group
@@ -63,45 +66,57 @@ class Config:
     @property
     def shared_memory(self) -> int:
         """Bytes, at most: Q, the ring of K and V, staging for O, peaks, sums, mbarriers (each padded to 16 bytes)."""
-        rows = self.q_parts * ROWS
-        elements = rows * (self.q_stages * self.block_d + self.block_dv) + self.kv_stages * self.block_n * self.block_d
+        rows = ROWS * (self.q_parts * self.q_stages * self.block_d + self.staging * self.out_columns)
+        elements = rows + self.kv_stages * self.block_n * self.block_d
         barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 7
         return 2 * elements + 4 * 2 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property
     def tensor_columns(self) -> int:
         """Of tensor memory: S and O of each lane."""
-        return 2 * (self.block_n + self.block_dv)
+        return 2 * self.block_n + (1 if self.wide else 2) * self.block_dv
+
+    @property
+    def worker_registers(self) -> tuple[int, ...]:
+        """Of a thread, for each group of four warps but correction."""
+        return (self.softmax_registers,) * (1 if self.wide else 2) + (self.single_registers,)
 
 
 @functools.lru_cache(maxsize=512)
 def select(problem: AttentionProblem, **chosen: int) -> Config:
     """A pure function of the problem. `chosen` fields are taken as they are, for comparisons."""
-    wide = 64 if max(problem.head_dim, problem.value_dim) <= 64 else 128
+    block_d = max(64, 1 << (max(problem.head_dim, problem.value_dim) - 1).bit_length())
+    wide = block_d > 128
     group = 1 << (problem.group - 1).bit_length()
     rows = None if problem.q_len is None else problem.q_len * group
     broadcast = problem.query is QueryKind.BROADCAST
     # Rows past the first 128 would be another tile, which reads all keys again; fewer than that leave a lane idle. And
     # the rows of a tile must be of one block of a mask.
     short = rows is not None and rows <= ROWS
-    streams = bool(chosen.pop("streams", short or (problem.masked and group * MASK_BLOCK < 2 * ROWS)))
-    q_parts = 1 if streams else 2
+    few = short or (problem.masked and group * MASK_BLOCK < 2 * ROWS)
+    streams = few and not wide
+    q_parts = 1 if few or wide else 2
+    long = q_parts == 2
+    by_polynomial = long and problem.device.arch == (10, 0)
     fields: dict[str, Any] = dict(
         streams=streams,
-        block_n=128,
+        wide=wide,
+        block_n=64 if wide else 128,
         kv_stages=0,
-        block_d=wide,
-        block_dv=wide,
+        block_d=block_d,
+        block_dv=block_d,
         block_m=q_parts * ROWS,
         q_parts=q_parts,
         # P of fp16 must hold 2 ** limit times 2 ** 8, what scores beyond `softmax.STEEP` may be rounded by.
         limit=8 if problem.dtype == torch.bfloat16 else 7,
         # Loading bounds streams of a short query; tensor cores and exponentials a long one, these by half on SM103.
-        early=0 if streams else 96,
-        pieces=4 if streams or problem.device.arch != (10, 0) else 8,
-        polynomials=0 if streams or problem.device.arch != (10, 0) else 1,
-        correction_registers=96 if streams else 104,
-        single_registers=32 if streams else 24,
+        early=96 if long else 0,
+        pieces=8 if by_polynomial else 4,
+        polynomials=1 if by_polynomial else 0,
+        correction_registers=256 if wide else 104 if long else 96,
+        single_registers=24 if long else 32,
+        staging=2 if long or wide else 1,
+        out_columns=64 if wide else block_d,
         tma_store=group == problem.group,
         heads=problem.group,
         group=group,
@@ -119,11 +134,11 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     fields |= chosen
     if not fields["kv_stages"]:
         empty = Config(**fields)
-        each = 2 * empty.block_n * wide + 2 * 16
+        each = 2 * empty.block_n * block_d + 2 * 16
         fields["kv_stages"] = min(8, (SHARED_MEMORY - empty.shared_memory) // each)
     config = Config(**fields)
-    asked = config.correction_registers + 2 * config.softmax_registers + config.single_registers
-    assert asked <= REGISTERS, config
+    asked = config.correction_registers, *config.worker_registers
+    assert sum(asked) <= REGISTERS[len(asked)], config
     assert config.kv_stages >= 3, config
     assert config.shared_memory <= SHARED_MEMORY, config
     assert config.tensor_columns <= TENSOR_COLUMNS, config

@@ -15,8 +15,8 @@ def fade_output(lane, phase, C: gl.constexpr):
     """O by the factor that softmax has told, if that is not 1 for every row. The phase of `told` after it."""
     PIECE: gl.constexpr = C.correction_columns
     COUNT: gl.constexpr = C.block_dv // PIECE
-    mbarrier.wait(lane.told, phase)
     layout: gl.constexpr = lane.o.slice(0, PIECE).get_reg_layout()
+    mbarrier.wait(lane.told, phase)
     fade = gl.reshape(lane.factor().load(), [ROWS])
     fade = gl.convert_layout(fade, gl.SliceLayout(1, layout))
     if gl.min(fade, 0) < 1.0:
@@ -61,23 +61,21 @@ def inverse(norm):
 
 
 @gluon.jit
-def put_piece(out, i: gl.constexpr, staging, results, tile, span, first, C: gl.constexpr):
-    """Columns of O [128, PIECE]: to the staging buffer, or past it."""
-    PIECE: gl.constexpr = C.correction_columns
+def put_piece(out, at: gl.constexpr, column: gl.constexpr, staging, results, tile, span, first, C: gl.constexpr):
+    """Columns of O [128, PIECE] from `column` on: to the staging buffer, whose column `at` that is, or past it."""
     if C.tma_store:
-        staging.slice(i * PIECE, PIECE, dim=1).store(out.to(staging.dtype))
+        staging.slice(at, out.shape[1], dim=1).store(out.to(staging.dtype))
     else:
-        store_by_pointers(results, out, tile, span, first, C, i * PIECE)
+        store_by_pointers(results, out, tile, span, first, C, column)
 
 
 @gluon.jit
-def send(staging, results, tile, span, first, C: gl.constexpr):
-    """O from the staging buffer, by TMA."""
+def send(staging, results, tile, span, first, C: gl.constexpr, column: gl.constexpr = 0):
+    """Columns of O from `column` on, from the staging buffer, by TMA."""
     if C.tma_store:
         fence_async_shared()
-        tma.async_store(
-            results.desc, ragged_place(span.q_start, span.q_count, first // C.group, tile.head * C.heads), staging
-        )
+        place = ragged_place(span.q_start, span.q_count, first // C.group, tile.head * C.heads, column)
+        tma.async_store(results.desc, place, staging)
 
 
 @gluon.jit
@@ -90,7 +88,7 @@ def finish_rows(part: gl.constexpr, lane, told, staging, results, tile, span, fi
         tma.store_wait(part)  # the tile before has left the buffer; lane 0 of this one need not
     for i in gl.static_range(COUNT):
         o = lane.o.slice(i * PIECE, PIECE).load()
-        put_piece(mul2(o, by_row(share, o)), i, staging, results, tile, span, first, C)
+        put_piece(mul2(o, by_row(share, o)), i * PIECE, i * PIECE, staging, results, tile, span, first, C)
     send(staging, results, tile, span, first, C)
     store_statistics(results, lse_of(told, scale), tile, span, first, C)
 
@@ -115,7 +113,7 @@ def finish_streams(lanes, told, both, staging, results, tile, span, first, scale
         o = mul2(o, by_row(share0, o))
         if both:
             o = fma2(lanes[1].o.slice(i * PIECE, PIECE).load(), by_row(share1, o), o)
-        put_piece(o, i, staging, results, tile, span, first, C)
+        put_piece(o, i * PIECE, i * PIECE, staging, results, tile, span, first, C)
     send(staging, results, tile, span, first, C)
     store_statistics(results, lse_of(Told(peak, norm), scale), tile, span, first, C)
 
@@ -167,5 +165,58 @@ def correct_tiles_role(schedule, lanes, staging, results, scale, C: gl.constexpr
             mbarrier.wait(lanes[1].summed, ended1)
             ended1 = ended1 ^ 1
             finish_rows(1, lanes[1], told, staging.index(1), results, tile, span, first_row(tile, 1, C), scale, C)
+        walk = walk.next(t)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def finish_wide(lane, told, staging, results, tile, span, first, scale, C: gl.constexpr):
+    """O and lse of 128 rows; O by way of two buffers in turn, since one for all of it would take the place of keys."""
+    PIECE: gl.constexpr = C.correction_columns
+    EACH: gl.constexpr = C.out_columns // PIECE
+    SENT: gl.constexpr = C.block_dv // C.out_columns
+    share = inverse(told.norm)
+    for i in gl.static_range(SENT):
+        buffer = staging.index(i % 2)
+        if C.tma_store:
+            tma.store_wait(1)  # what was sent from it before has left
+        for j in gl.static_range(EACH):
+            o = lane.o.slice(i * C.out_columns + j * PIECE, PIECE).load()
+            o = mul2(o, by_row(share, o))
+            put_piece(o, j * PIECE, i * C.out_columns + j * PIECE, buffer, results, tile, span, first, C)
+        send(buffer, results, tile, span, first, C, i * C.out_columns)
+    store_statistics(results, lse_of(told, scale), tile, span, first, C)
+
+
+@gluon.jit
+def correct_wide_role(schedule, lanes, staging, results, scale, C: gl.constexpr):
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    told = (gl.to_tensor(0), gl.to_tensor(0))
+    summed = (gl.to_tensor(0), gl.to_tensor(0))
+    ended = gl.to_tensor(0)
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        count = tile.kv_end - tile.kv_begin
+        mbarrier.arrive(lanes[0].weighted, count=1)
+        for pair in range(count // 2):
+            # Before O fades for a block, the sum of the one before is complete.
+            mbarrier.wait(lanes[0].summed, summed[0])
+            told1 = fade_output(lanes[1], told[1], C)
+            told0, summed1 = told[0], summed[1]
+            if 2 * pair + 2 < count:
+                mbarrier.wait(lanes[1].summed, summed1)
+                summed1 = summed1 ^ 1
+                told0 = fade_output(lanes[0], told0, C)
+            told, summed = (told0, told1), (summed[0] ^ 1, summed1)
+        last = hear(lanes[0], ended, C)
+        ended = ended ^ 1
+        if count % 2 == 0:
+            mbarrier.wait(lanes[1].summed, summed[1])
+            summed = (summed[0], summed[1] ^ 1)
+        else:
+            mbarrier.wait(lanes[0].summed, summed[0])
+            summed = (summed[0] ^ 1, summed[1])
+        finish_wide(lanes[0], last, staging, results, tile, span, first_row(tile, 0, C), scale, C)
         walk = walk.next(t)
     tma.store_wait(0)

@@ -4,6 +4,8 @@ other exponentiates:
 
     two tiles     a lane is 128 packed query rows; both see every block of keys, and end in rows of their own
     two streams   a lane is every other block of keys of one sequence, for the same 128 rows; merged once, at the end
+    wide          for head dimensions past 128, of which two O don't fit: lanes take turns as in two streams, but add to
+                  the same O, and one softmax warpgroup serves both. S of a block is issued before P V of the one before
 
     load         Q  K0 K1 V0 K2 V1 K3 V2 ...           one warp; TMA, as far ahead as the ring allows
     mma          S0(0) S1(1) | PV0(0) S0(2) | PV1(1) S1(3) | PV0(2) ...         one warp; two streams
@@ -24,7 +26,7 @@ A lane's barriers, and what orders the use of its memory:
                  issued. For a tile's first block, O of the tile before is out
     filled       the rest of P is written: S may be overwritten after its product, since those of one role run in order
     told         the factor is where correction looks
-    summed       O is complete (commit)
+    summed       O is complete (commit): at the tile's end; of a wide tile after each block, before O fades for the next
     ended        the rows' peaks and sums are where correction looks
     heard        it has read them
 
@@ -35,9 +37,13 @@ their own). K and V come through descriptors that end where the sequence ends, s
 as long as tiles have the same one, and is released with the last scores that need it.
 """
 
-from jaggedtensor.kernels.blackwell.attention_fwd.correction import correct_streams_role, correct_tiles_role
-from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, first_row, has_rows, make_lane
-from jaggedtensor.kernels.blackwell.attention_fwd.softmax import softmax_role
+from jaggedtensor.kernels.blackwell.attention_fwd.correction import (
+    correct_streams_role,
+    correct_tiles_role,
+    correct_wide_role,
+)
+from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, first_row, has_rows, make_lanes
+from jaggedtensor.kernels.blackwell.attention_fwd.softmax import softmax_role, softmax_wide_role
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
 from jaggedtensor.kernels.shared.epilogue import Results
 from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
@@ -54,7 +60,7 @@ class Channels:
 
 @gluon.jit
 def load_role(schedule, descriptors, channels, C: gl.constexpr):
-    AHEAD: gl.constexpr = 2 if C.streams else 1  # blocks whose scores come before a block's values
+    AHEAD: gl.constexpr = 1 if C.q_parts == 2 else 2  # blocks whose scores come before a block's values
     PARTS: gl.constexpr = C.q_parts
     q_desc, k_desc, v_desc = descriptors
     begin, end = my_range(schedule)
@@ -198,6 +204,44 @@ def mma_tiles_role(schedule, channels, lanes, C: gl.constexpr):
         walk = walk.next(t)
 
 
+@gluon.jit
+def mma_wide_role(schedule, channels, lanes, C: gl.constexpr):
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    q_at, at = channels.q.start(), channels.kv.start()
+    q_slot = channels.q.slot(q_at)
+    phases = (gl.to_tensor(0), gl.to_tensor(0))
+    held = -1
+    for t in range(begin, end):
+        tile = walk.tile
+        if not C.resident or query_of(tile, C) != held:
+            q_slot, q_at = channels.q.acquire_full(q_at)
+            held = query_of(tile, C)
+        leave = leaves(walk, t, end, C)
+        count = tile.kv_end - tile.kv_begin
+        k_slot, at = channels.kv.acquire_full(at)
+        issue_scores(lanes[0], q_slot.buffer, k_slot.buffer, [lanes[0].scored, k_slot.empty])
+        tcgen05_commit(q_slot.empty, pred=leave & (count == 1))
+        for pair in range((count + 1) // 2):
+            n = 2 * pair
+            if n + 1 < count:
+                k_slot, at = channels.kv.acquire_full(at)
+                issue_scores(lanes[1], q_slot.buffer, k_slot.buffer, [lanes[1].scored, k_slot.empty])
+                tcgen05_commit(q_slot.empty, pred=leave & (n + 2 == count))
+            v_slot, at = channels.kv.acquire_full(at)
+            phase0 = issue_sum(lanes[0], v_slot.buffer, phases[0], n > 0, [lanes[0].summed, v_slot.empty], C)
+            phase1 = phases[1]
+            if n + 1 < count:
+                if n + 2 < count:
+                    k_slot, at = channels.kv.acquire_full(at)
+                    issue_scores(lanes[0], q_slot.buffer, k_slot.buffer, [lanes[0].scored, k_slot.empty])
+                    tcgen05_commit(q_slot.empty, pred=leave & (n + 3 == count))
+                v_slot, at = channels.kv.acquire_full(at)
+                phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, True, [lanes[1].summed, v_slot.empty], C)
+            phases = (phase0, phase1)
+        walk = walk.next(t)
+
+
 @gluon.jit(do_not_specialize=["lse_batch", "lse_row", "lse_head", "q_len", "left", "right"])
 def forward_kernel(
     q,  # ragged descriptors, see shared.ragged
@@ -224,28 +268,40 @@ def forward_kernel(
     dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_d], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.block_n, C.block_d], dtype)
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_dv], dtype)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.out_columns], dtype)
     channels = Channels(
         make_channel(dtype, [ROWS, C.block_d], q_layout, C.q_stages, 1, 1, C.q_parts),
         make_channel(dtype, [C.block_n, C.block_d], kv_layout, C.kv_stages),
     )
-    staging = gl.allocate_shared_memory(dtype, [C.q_parts, ROWS, C.block_dv], out_layout)
-    lanes = (make_lane(C), make_lane(C))
+    staging = gl.allocate_shared_memory(dtype, [C.staging, ROWS, C.out_columns], out_layout)
+    lanes = make_lanes(C)
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed)
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
     scale = Scale(scale_log2, coarse)
     window = (left, right)
-    gl.warp_specialize(
-        [
-            (
-                correct_streams_role if C.streams else correct_tiles_role,
-                (schedule, lanes, staging, results, scale, C),
-            ),
-            (softmax_role, (0, schedule, lanes[0], scale, window, dtype, C)),
-            (softmax_role, (1, schedule, lanes[1], scale, window, dtype, C)),
-            (mma_streams_role if C.streams else mma_tiles_role, (schedule, channels, lanes, C)),
-            (load_role, (schedule, (q, k, v), channels, C)),
-        ],
-        [4, 4, 1, 1],
-        [C.softmax_registers, C.softmax_registers, C.single_registers, C.single_registers],
-    )
+    if C.wide:
+        gl.warp_specialize(
+            [
+                (correct_wide_role, (schedule, lanes, staging, results, scale, C)),
+                (softmax_wide_role, (schedule, lanes, scale, window, dtype, C)),
+                (mma_wide_role, (schedule, channels, lanes, C)),
+                (load_role, (schedule, (q, k, v), channels, C)),
+            ],
+            [4, 1, 1],
+            [C.softmax_registers, C.single_registers, C.single_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    correct_streams_role if C.streams else correct_tiles_role,
+                    (schedule, lanes, staging, results, scale, C),
+                ),
+                (softmax_role, (0, schedule, lanes[0], scale, window, dtype, C)),
+                (softmax_role, (1, schedule, lanes[1], scale, window, dtype, C)),
+                (mma_streams_role if C.streams else mma_tiles_role, (schedule, channels, lanes, C)),
+                (load_role, (schedule, (q, k, v), channels, C)),
+            ],
+            [4, 4, 1, 1],
+            [C.softmax_registers, C.softmax_registers, C.single_registers, C.single_registers],
+        )

@@ -50,13 +50,21 @@ def new_barrier(count: gl.constexpr):
 
 
 @gluon.jit
-def make_lane(C: gl.constexpr):
-    s_layout: gl.constexpr = TensorMemoryLayout([ROWS, C.block_n], col_stride=1)
+def make_lanes(C: gl.constexpr):
+    """Two lanes, each with its O, or both with the same."""
     o_layout: gl.constexpr = TensorMemoryLayout([ROWS, C.block_dv], col_stride=1)
+    o = allocate_tensor_memory(gl.float32, [ROWS, C.block_dv], o_layout)
+    other = o if C.wide else allocate_tensor_memory(gl.float32, [ROWS, C.block_dv], o_layout)
+    return make_lane(o, C), make_lane(other, C)
+
+
+@gluon.jit
+def make_lane(o, C: gl.constexpr):
+    s_layout: gl.constexpr = TensorMemoryLayout([ROWS, C.block_n], col_stride=1)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Lane(
         allocate_tensor_memory(gl.float32, [ROWS, C.block_n], s_layout),
-        allocate_tensor_memory(gl.float32, [ROWS, C.block_dv], o_layout),
+        o,
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
         new_barrier(1),
@@ -72,7 +80,7 @@ def make_lane(C: gl.constexpr):
 @gluon.jit
 def first_row(tile, part: gl.constexpr, C: gl.constexpr):
     """The packed row of a tile's sequence that is a lane's row 0."""
-    return tile.q_block * C.block_m + (0 if C.streams else part * ROWS)
+    return tile.q_block * C.block_m + (part * ROWS if C.q_parts == 2 else 0)
 
 
 @gluon.jit
@@ -85,4 +93,4 @@ def has_rows(tile, span, part: gl.constexpr, C: gl.constexpr):
 def blocks_of(tile, part: gl.constexpr, C: gl.constexpr):
     """How many blocks of a tile a lane has."""
     count = tile.kv_end - tile.kv_begin
-    return (count + 1 - part) // 2 if C.streams else count
+    return count if C.q_parts == 2 else (count + 1 - part) // 2

@@ -81,8 +81,8 @@ def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
     problem = args.problem
     steps = (lse.stride(0), lse.stride(2), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0), lse.stride(1))
     scale = max(abs(args.scale) * math.log2(math.e), SMALLEST_SCALE)
-    query = (ROWS // config.group, config.group, config.block_d)
-    keys = (config.block_n, 1, config.block_d)
+    rows = (ROWS // config.group, config.group)
+    query, keys, out = (*rows, config.block_d), (config.block_n, 1, config.block_d), (*rows, config.out_columns)
     coarse = 2.0 ** round(math.log2(scale))
     ends = (problem.q_len or 0, scale, coarse, problem.left, problem.right, config)
-    return Call(Variant(forward_kernel, config.options), (query, keys, keys, query), steps, ends)
+    return Call(Variant(forward_kernel, config.options), (query, keys, keys, out), steps, ends)

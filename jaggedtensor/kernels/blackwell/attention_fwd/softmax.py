@@ -160,3 +160,33 @@ def softmax_role(part: gl.constexpr, schedule, lane, scale, window, dtype: gl.co
                 tell(lane, peak, gl.full([ROWS], 0.0, gl.float32, nothing), heard)
             heard = heard ^ 1
         walk = walk.next(t)
+
+
+@gluon.jit
+def softmax_wide_role(schedule, lanes, scale, window, dtype: gl.constexpr, C: gl.constexpr):
+    """Of both lanes by turns. The tensor cores bound it, so that a loop without masks would gain nothing."""
+    begin, end = my_range(schedule)
+    walk = start_walk(schedule, begin, end)
+    phase0, phase1, heard = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1)
+    none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lanes[0].s.get_reg_layout()))
+    for t in range(begin, end):
+        tile = walk.tile
+        view = View(schedule, tile, walk.span, first_row(tile, 0, C), window[0], window[1])
+        place = tile.kv_end - 1
+        rows = step(Rows(none, none, phase0), lanes[0], view, place, scale, dtype, C, True, True)
+        phase0 = rows.phase
+        for _ in range(blocks_of(tile, 0, C) - 1):
+            rows = Rows(rows.peak, rows.norm, phase1)
+            rows = step(rows, lanes[1], view, place - 1, scale, dtype, C, False, C.windowed)
+            phase1 = rows.phase
+            place -= 2
+            rows = Rows(rows.peak, rows.norm, phase0)
+            rows = step(rows, lanes[0], view, place, scale, dtype, C, False, C.windowed)
+            phase0 = rows.phase
+        if place > tile.kv_begin:
+            rows = Rows(rows.peak, rows.norm, phase1)
+            rows = step(rows, lanes[1], view, place - 1, scale, dtype, C, False, C.windowed)
+            phase1 = rows.phase
+        tell(lanes[0], rows.peak, gl.sum(rows.norm, 1), heard)
+        heard = heard ^ 1
+        walk = walk.next(t)
