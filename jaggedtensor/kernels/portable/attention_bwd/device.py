@@ -111,12 +111,18 @@ def keys_kernel(
     shift = keys.count - queries.count
     edge = (j, shift, window)
     source = (q, grad_out, statistics, queries)
-    if schedule[1] is not None:  # listed blocks may be cut anywhere
+    listed = schedule[1]
+    if not C.left and not C.right:
         dk_tile, dv_tile = walk_queries(
-            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, tile.q_end, schedule[1], edge, scales[0],
-            C, True,
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, tile.q_end, listed, edge, scales[0], C,
+            False,
         )  # fmt: skip
-    elif C.left or C.right:
+    elif listed is not None:  # windows may cut any block
+        dk_tile, dv_tile = walk_queries(
+            dk_tile, dv_tile, k_tile, v_tile, source, tile.head, tile.q_begin, tile.q_end, listed, edge, scales[0], C,
+            True,
+        )  # fmt: skip
+    else:
         last = tl.minimum((tile.kv_begin + 1) * C.block_n, keys.count) - 1
         whole, rest = blocks_that_see_all(
             tile.kv_begin * C.block_n, last, queries.count, shift, window, tile.q_begin, tile.q_end, C
@@ -129,22 +135,6 @@ def keys_kernel(
         )
         dk_tile, dv_tile = walk_queries(
             dk_tile, dv_tile, k_tile, v_tile, source, tile.head, rest, tile.q_end, None, edge, scales[0], C, True
-        )
-    else:
-        dk_tile, dv_tile = walk_queries(
-            dk_tile,
-            dv_tile,
-            k_tile,
-            v_tile,
-            source,
-            tile.head,
-            tile.q_begin,
-            tile.q_end,
-            None,
-            edge,
-            scales[0],
-            C,
-            False,
         )
     if dk is not None:
         store_rows(key_places(dk, keys, tile.head, j, C.aligned), dk_tile * scales[1], here, C.head_dim, C.block_d)
@@ -249,7 +239,7 @@ def walk_keys(
     shift = keys.count - queries.count
     edge = (rows.i, shift, window)
     fixed = (q_tile, do_tile, lse, delta)
-    if listed is not None:  # listed blocks may be cut anywhere
+    if listed is not None:  # any may be cut; a loop of its own for those that are not would cost registers
         dq_tile = add_keys(dq_tile, fixed, k, v, keys, head, begin, end, listed, edge, scale_log2, C, True)
     else:
         first, last = query_span(block, queries.count, C)

@@ -53,23 +53,16 @@ def forward_kernel(
     acc = tl.zeros([M, DV], tl.float32)
     shift = keys.count - queries.count
     edge = (rows.i, shift, window)
-    if schedule[1] is not None:  # listed blocks may be cut anywhere
+    if schedule[1] is not None:
+        rest = tile.kv_begin  # windows may cut any block
+        if not C.left and not C.right:
+            rest = tile.kv_end - 1  # in ascending order, the end of the sequence cuts the last one
+            peak, norm, acc = attend(
+                peak, norm, acc, q_tile, k, v, keys, tile.head, tile.kv_begin, rest, schedule[1], edge, scale_log2, C,
+                False,
+            )  # fmt: skip
         peak, norm, acc = attend(
-            peak,
-            norm,
-            acc,
-            q_tile,
-            k,
-            v,
-            keys,
-            tile.head,
-            tile.kv_begin,
-            tile.kv_end,
-            schedule[1],
-            edge,
-            scale_log2,
-            C,
-            True,
+            peak, norm, acc, q_tile, k, v, keys, tile.head, rest, tile.kv_end, schedule[1], edge, scale_log2, C, True
         )
     else:
         first, last = query_span(tile.q_begin, queries.count, C)
