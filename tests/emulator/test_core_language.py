@@ -250,6 +250,33 @@ def test_roles_that_write_the_same_element_race_unless_something_orders_them():
         run(two_roles_kernel, torch.zeros(2), PLACE=0).raise_if_bad()
 
 
+@gluon.jit
+def spin_role(flag, out):
+    while gl.load(flag, volatile=True) == 0:
+        pass
+    gl.store(out, 1)
+
+
+@gluon.jit
+def flag_role(flag, SET: gl.constexpr):
+    if SET:
+        gl.atomic_xchg(flag, 1)
+
+
+@gluon.jit
+def flag_kernel(flag, out, SET: gl.constexpr):
+    gl.warp_specialize([(spin_role, (flag, out)), (flag_role, (flag, SET))], [1])
+
+
+def test_a_role_that_spins_lets_the_others_go_on_and_is_stopped_in_the_end():
+    for order in ("round_robin", "random", "late"):
+        out = torch.zeros(1)
+        run(flag_kernel, torch.zeros(1, dtype=torch.int32), out, SET=True, order=order)
+        assert out.item() == 1
+        report = run(flag_kernel, torch.zeros(1, dtype=torch.int32), out, SET=False, order=order, max_steps=500)
+        assert report.status == "too long"
+
+
 def test_programs_that_write_the_same_element_race():
     with pytest.raises(Race, match="uses elements of out that another program writes"):
         run(overlapping_kernel, torch.zeros(8), N=4, grid=(2,)).raise_if_bad()

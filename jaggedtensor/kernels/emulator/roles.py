@@ -378,7 +378,8 @@ class Cluster(Machine):
         cta = actor.cta.rank if actor is not None else 0
         finding = Finding(kind, message, actor.label if actor is not None else "", cta, self.program, where, advice)
         if self.report.add(finding) and len(self.report.findings) >= MOST_FINDINGS:
-            raise Stop
+            self.failure = Stop()
+            raise self.failure
         return finding
 
     def fatal(self, kind: str, message: str, actor=None, advice: str = "") -> NoReturn:

@@ -243,7 +243,8 @@ def _outside(pointer: Pointer, low: int, high: int, doing: str) -> None:
 def _logged(pointer: Pointer, offsets, selected, write: bool, atomic: bool = False) -> None:
     """The access as the checks see it."""
     role = current()
-    role.pause()
+    if write:
+        role.pause()
     if not pointer.is_block:
         cells = Picked(offsets if selected else torch.empty(0, dtype=torch.int64))
     else:
@@ -277,6 +278,7 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", *
     dtype = pointer.element
     offsets, selected = _selected(pointer, mask, "reads")
     flat = _flat(pointer)
+    current().pause()  # another may be about to write it, and a loop that waits for that must not stop the world
     if pointer.buffer.log is not None:
         _logged(pointer, offsets, selected, False)
     if not pointer.is_block:
