@@ -124,6 +124,7 @@ class Implementation:
     backward: str | None = None
     backward_limits: Callable[[AttentionProblem], list[str]] = nothing_more
     masks: bool = False  # whether it reads block masks
+    unproven: bool = False  # never run by its authors: chosen unasked only where `jaggedtensor.doctor` has passed it
 
     def lacks(self, problem: AttentionProblem) -> list[str]:
         """Why this implementation cannot serve the problem; empty if it can."""
@@ -194,16 +195,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         backward_limits=hopper_backward_lacks,
     ),
     Implementation(
-        "portable",
-        "jaggedtensor.kernels.portable.launch",
-        ("cuda", "cpu") if env.INTERPRETING else ("cuda",),
-        _FLOATS,
-        plan=plan_portable,
-        needs_triton=True,
-        masks=True,
-    ),
-    # Behind the kernels that serve everything: only who asks for it by name gets it, since it has run on no such GPU.
-    Implementation(
         "blackwell",
         "jaggedtensor.kernels.blackwell.launch",
         ("cuda",),
@@ -215,6 +206,16 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         masks=True,
         backward="portable",
         backward_limits=lambda problem: ["has no backward pass of its own"],
+        unproven=True,
+    ),
+    Implementation(
+        "portable",
+        "jaggedtensor.kernels.portable.launch",
+        ("cuda", "cpu") if env.INTERPRETING else ("cuda",),
+        _FLOATS,
+        plan=plan_portable,
+        needs_triton=True,
+        masks=True,
     ),
 )
 
@@ -229,6 +230,15 @@ class Choice:
     passed_over: dict[str, list[str]]  # name -> what it lacks
 
 
+def _has_passed(name: str, arch: int) -> bool:
+    from jaggedtensor.doctor import has_passed
+
+    return has_passed(name, arch)
+
+
+_has_passed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked once, while torch.compile traces
+
+
 def choose(problem: AttentionProblem, backend: str | None = None) -> Choice:
     """The implementation that serves a problem: the one named, or the first of the table that can.
 
@@ -240,6 +250,9 @@ def choose(problem: AttentionProblem, backend: str | None = None) -> Choice:
         if backend is not None and implementation.name != backend:
             continue
         lacks = implementation.lacks(problem)
+        unproven = implementation.unproven and backend is None and not lacks
+        if unproven and not _has_passed(implementation.name, problem.device.arch[0]):
+            lacks = ["has not passed python -m jaggedtensor.doctor on such a GPU here"]
         if not lacks:
             return Choice(implementation, passed_over)
         passed_over[implementation.name] = lacks

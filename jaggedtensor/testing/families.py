@@ -154,6 +154,7 @@ class Family:
     triton: tuple[int, int] = (3, 8)
 
     def run(self, order: str, seed: int) -> None:
+        """Run all cases on the emulator; raises at the first finding or wrong value."""
         if self.runner is not None:
             self.runner(order, seed)
         for case in self.cases:

@@ -258,6 +258,7 @@ class Verdict:
 
     @property
     def found(self) -> bool:
+        """Whether the mutant was told from the original by a finding."""
         return bool(self.kind) and not self.broken
 
     @property

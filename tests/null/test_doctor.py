@@ -1,0 +1,153 @@
+"""The doctor tells kernels that hang, crash, lie or waver from good ones, and dispatch listens to it."""
+
+import json
+
+import pytest
+import torch
+
+from jaggedtensor import doctor
+from jaggedtensor.kernels import dispatch
+from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+
+# What each case's kernel does instead of its work, in the child that runs the case.
+FAULTS = """
+import os, signal, sys, time
+import torch
+from jaggedtensor.kernels.cpu import attention
+
+case = sys.argv[sys.argv.index("--child") + 1]
+forward, calls = attention.forward, []
+
+def faulty(*args, **options):
+    out, lse = forward(*args, **options)
+    calls.append(case)
+    if case == "one short query for all":
+        time.sleep(600)
+    if case == "few rows, grouped heads":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if case == "a query for each":
+        out[0, 0, 0, 0] += 0.5
+    if case == "one long query for all" and len(calls) == 3:
+        out[0, 0, 0, 0] = out[0, 0, 0, 0].nextafter(torch.zeros((), dtype=out.dtype))
+    return out, lse
+
+attention.forward = faulty
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAGGEDTENSOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "_PASSED", {})
+    return tmp_path
+
+
+def test_each_fault_is_named_and_a_good_kernel_passes(tmp_path):
+    plug = tmp_path / "faults.py"
+    plug.write_text(FAULTS)
+    cases = [
+        "few rows, grouped heads",
+        "a query for each",
+        "one long query for all",
+        "jagged",
+        "one short query for all",
+    ]
+    found = {v.case: v for v in doctor.examine("cpu", "cpu", cases=cases, limit=40, plug=plug)}
+    assert {name: v.word for name, v in found.items()} == {
+        "one short query for all": "hangs",
+        "few rows, grouped heads": "crashes",
+        "a query for each": "wrong",
+        "one long query for all": "differs",
+        "jagged": "right",
+    }
+    assert "out of AttentionCase" in found["a query for each"].said
+    assert "status -11" in found["few rows, grouped heads"].said
+    assert [v.is_well for v in found.values()] == [name == "jagged" for name in found]
+
+
+def test_what_a_backend_does_not_serve_is_no_fault_but_no_pass_either(cache):
+    unserved = [doctor.Verdict(name, "not served", "runs on cuda") for name in doctor.CASES]
+    assert not doctor.record("blackwell", "cpu", unserved)
+    assert doctor.record("blackwell", "cpu", [*unserved[1:], doctor.Verdict("jagged", "right")])
+    assert doctor.recorded("blackwell", "cpu") is True
+    assert not doctor.record("blackwell", "cpu", [doctor.Verdict("jagged", "right"), doctor.Verdict("a", "hangs")])
+    assert doctor.recorded("blackwell", "cpu") is False
+    assert doctor.recorded("hopper", "cpu") is None
+
+
+def test_verdicts_hold_for_one_gpu_driver_and_versions(cache, monkeypatch):
+    doctor.record("cpu", "cpu", [doctor.Verdict("jagged", "right")])
+    monkeypatch.setattr(doctor, "__version__", "another")
+    assert doctor.recorded("cpu", "cpu") is None
+    (cache / "doctor.json").write_text("not JSON")
+    assert doctor.recorded("cpu", "cpu") is None
+
+
+@pytest.fixture
+def b200(cache, monkeypatch):
+    """A machine that seems to have one, whose kernels get the verdicts of a list, and a count of examinations."""
+    for name, value in {
+        "is_available": True, "device_count": 1, "get_device_capability": (10, 0), "get_device_name": "NVIDIA B200",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    examined = []
+
+    def examine(backend, device):
+        examined.append((backend, device))
+        return [doctor.Verdict("jagged", examine.word)]
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    examine.count = examined
+    return examine
+
+
+PROBLEM = AttentionProblem(
+    QueryKind.BROADCAST, 128, 4, 4, 128, 128, torch.bfloat16, Device("cuda", (10, 0), 148, 227 << 10)
+)
+
+
+@pytest.mark.skipif(dispatch.triton_version() < dispatch.GLUON_NEEDS, reason="needs Gluon")
+def test_a_kernel_that_passes_is_chosen_and_examined_once(b200, cache):
+    b200.word = "right"
+    for _ in range(3):
+        assert dispatch.choose(PROBLEM).implementation.name == "blackwell"
+    doctor._PASSED.clear()  # as in another process
+    assert dispatch.choose(PROBLEM).implementation.name == "blackwell"
+    assert b200.count == [("blackwell", "cuda:0")]
+    (entry,) = json.loads((cache / "doctor.json").read_text()).values()
+    assert entry["blackwell"]["passed"]
+
+
+@pytest.mark.skipif(dispatch.triton_version() < dispatch.GLUON_NEEDS, reason="needs Gluon")
+def test_a_kernel_that_does_not_pass_is_passed_over_which_is_said_once(b200):
+    b200.word = "hangs"
+    with pytest.warns(UserWarning, match="'blackwell' has not passed its examination on this GPU") as said:
+        choice = [dispatch.choose(PROBLEM) for _ in range(3)][-1]
+    assert len(said) == 1
+    assert choice.implementation.name == "portable"
+    assert "doctor" in choice.passed_over["blackwell"][0]
+    assert dispatch.choose(PROBLEM, "blackwell").implementation.name == "blackwell"  # who asks for it gets it
+
+
+def test_nothing_is_examined_unasked_where_that_is_turned_off(b200, monkeypatch):
+    monkeypatch.setenv("JAGGEDTENSOR_DOCTOR", "0")
+    with pytest.warns(UserWarning, match="has not been examined"):
+        assert not doctor.has_passed("blackwell", 10)
+    assert b200.count == []
+
+
+def test_without_such_a_gpu_there_is_nothing_to_examine(cache):
+    assert not doctor.has_passed("blackwell", 10)
+
+
+def test_the_command_tells_and_fails_where_a_kernel_does(cache, capsys, monkeypatch):
+    verdicts = {"cpu": "right", "hopper": "not served", "blackwell": "not served", "portable": "wrong"}
+    monkeypatch.setattr(doctor, "examine", lambda backend, *args, **options: [doctor.Verdict("a", verdicts[backend])])
+    assert doctor.main(["--device", "cpu"]) == 1
+    told = capsys.readouterr().out
+    assert "cpu passed" in told
+    assert "hopper serves nothing here" in told
+    assert "portable FAILED" in told
+    verdicts["portable"] = "right"
+    assert doctor.main(["--device", "cpu"]) == 0
