@@ -51,8 +51,8 @@ CASES = {
 }
 
 
-def compile_forward(monkeypatch, case):
-    """The compiled kernel that a case would launch, and its configuration."""
+def compile_forward(monkeypatch, case, merges=()):
+    """The compiled kernels that a case would launch, and the configuration."""
     query, keys, values = case.inputs()
     q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
     q_offsets = query.offsets() if isinstance(query, JaggedTensor) else None
@@ -60,6 +60,7 @@ def compile_forward(monkeypatch, case):
     problem = AttentionProblem.of(q, k, v, q_offsets, *_window(case.causal, case.window), False)
     problem = replace(problem, device=H200)
     schedule = [torch.zeros(8, 8, dtype=torch.int32), torch.zeros(H200.processors + 1, dtype=torch.int32)]
+    schedule += merges
     launches = []
 
     class Recorder:
@@ -73,10 +74,11 @@ def compile_forward(monkeypatch, case):
     monkeypatch.setattr(forward, "Variant", Recorder)
     monkeypatch.setattr(forward, "_CALLS", {})
     forward.forward(AttentionArgs(problem, q, k, v, q_offsets, keys.offsets(), 0.1, False, True, schedule))
-    ((variant, programs, descriptors, args),) = launches
-    with _compiling_for(GPUTarget("cuda", 90, 32)):
-        made = variant.kernel.warmup(*descriptors, *args, grid=(programs,), **variant.options)
-    return made, select(problem)
+    made = []
+    for variant, programs, descriptors, args in launches:
+        with _compiling_for(GPUTarget("cuda", 90, 32)):
+            made.append(variant.kernel.warmup(*descriptors, *args, grid=(programs,), **variant.options))
+    return *made, select(problem)
 
 
 def run_tool(name, data, *arguments):
@@ -138,3 +140,11 @@ def test_products_overlap(monkeypatch, name):
     said = run_tool(tool, made.asm["ptx"].encode(), "-v", "-arch=sm_90a", "-o", "/dev/null")
     assert "registers" in said
     assert not re.search(r"C75\d\d|wgmma", said), said
+
+
+def test_kernels_of_cut_tiles_compile(monkeypatch):
+    merges = [torch.zeros(H200.processors - 1, 6, dtype=torch.int32)]
+    forward_made, merge_made, config = compile_forward(monkeypatch, CASES["broadcast 128"], merges)
+    assert forward_made.metadata.shared <= config.shared_memory <= budget(config.ctas)
+    assert all(not body["STL"] for body in loops_with_products(forward_made.asm["cubin"]))
+    assert ".local" not in merge_made.asm["ptx"]

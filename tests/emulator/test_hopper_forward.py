@@ -28,13 +28,16 @@ SEEDS = 2
 B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
 
 
-def case_of(k_lengths, query=B, q_length=128, q_lengths=(), dim=64, value_dim=None, heads=1, kv_heads=1, **options):
+def case_of(
+    k_lengths, query=B, q_length=128, q_lengths=(), dim=64, value_dim=None, heads=1, kv_heads=1, processors=2, **options
+):
     settings = dict(dtype=torch.float16, k_slack=3, q_slack=2, **options)
     sizes = dict(dim=dim, value_dim=value_dim or dim, heads=heads, kv_heads=kv_heads)
-    return AttentionCase(k_lengths, query=query, q_length=q_length, q_lengths=q_lengths, **sizes, **settings)
+    case = AttentionCase(k_lengths, query=query, q_length=q_length, q_lengths=q_lengths, **sizes, **settings)
+    return case, processors
 
 
-# Two CTAs, so each has several tiles; KV blocks are 64 keys for a short broadcast query, else 128.
+# Few CTAs, so that each has several tiles; KV blocks are 64 keys for a short broadcast query, else 128.
 CASES = {
     "broadcast, two heads": case_of((130, 0, 64, 65, 300), heads=2, kv_heads=2),
     "longer than the rings are deep": case_of((900, 1)),
@@ -48,11 +51,15 @@ CASES = {
     "256": case_of((130, 0, 64), q_length=70, dim=256),
     "dimensions that differ": case_of((130, 0, 64), J, q_lengths=(150, 3, 20), dim=40, value_dim=72),
     "nothing at all": case_of((0, 0)),
+    "cut between CTAs": case_of((1500,), q_length=100),
+    "cut, of many": case_of((3000, 3, 0, 40), q_length=10, heads=4, kv_heads=2, processors=6),
+    "cut, and a window": case_of((2500, 0, 64), q_length=140, heads=3, causal=True, processors=11),
 }
 
 
-def run(case, monkeypatch, order, seed, mask=None, **chosen):
+def run(case_and_processors, monkeypatch, order, seed, mask=None, **chosen):
     """out and lse from the emulator, within budget of float64; what is not written is NaN."""
+    case, processors = case_and_processors
     query, keys, values = case.inputs()
     q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
     layout = query.layout if isinstance(query, JaggedTensor) else None
@@ -60,7 +67,7 @@ def run(case, monkeypatch, order, seed, mask=None, **chosen):
     k, v = keys.values().detach(), values.values().detach()
     left, right = _window(case.causal, case.window)
     problem = AttentionProblem.of(q, k, v, q_offsets, left, right, False, mask is not None)
-    problem = replace(problem, device=Device("cuda", (9, 0), 2, 227 << 10))
+    problem = replace(problem, device=Device("cuda", (9, 0), processors, 227 << 10))
     assert not lacks(problem)
     config = select(problem, **chosen)
     schedule = plan_forward(problem, keys.layout, layout, k.shape[0], q.shape[0], mask, config)
@@ -71,7 +78,7 @@ def run(case, monkeypatch, order, seed, mask=None, **chosen):
             self.kernel = kernel
 
         def launch(self, programs, descriptors, args, aligned):
-            blocks = (make() for _, make in descriptors)
+            blocks = [make() for _, make in descriptors]
             settings = dict(num_warps=4, order=order, seed=seed)
             reports.append(emulate(self.kernel, (programs,), *blocks, *args, **settings))
 
@@ -93,12 +100,14 @@ def run(case, monkeypatch, order, seed, mask=None, **chosen):
         close = attend_reference(q, k, v, q_offsets, keys.offsets(), **options)
     assert_within_budget(out, close[0], expected[0], "out")
     assert_within_budget(lse, close[1].float(), expected[1], "lse")
+    return len(reports)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_values_are_right_under_every_order(case, monkeypatch):
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_right_under_every_order(name, monkeypatch):
     for order, seed in schedules(SEEDS):
-        run(case, monkeypatch, order, seed)
+        launches = run(CASES[name], monkeypatch, order, seed)
+        assert launches == (0 if name == "nothing at all" else 2 if name.startswith("cut") else 1)
 
 
 @pytest.mark.parametrize("case", ["broadcast, two heads", "jagged", "causal, more queries than keys"])

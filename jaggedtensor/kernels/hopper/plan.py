@@ -17,6 +17,8 @@ from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
+LONG = 16  # KV blocks of a tile below which cutting it costs more than it saves
+
 
 def lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot serve a problem on an SM90 in half precision; empty if they can."""
@@ -38,14 +40,16 @@ def plan_forward(
     block_mask: Tensor | None = None,
     config: Config | None = None,
 ) -> list[Tensor]:
-    """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to one
-    CTA for each multiprocessor."""
+    """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to as
+    many CTAs as run at once. Or, where a few tiles are all there is to do, equal shares of all blocks, and the merges
+    of tiles that are cut."""
     config = select(problem) if config is None else config
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
+    splits = block_mask is None and query is None and cuts_pay(problem, config, keys)
     schedule = keys.schedule(
-        ScheduleKind.ZIGZAG,
+        ScheduleKind.STREAM_K if splits else ScheduleKind.ZIGZAG,
         q_len=q_len,
         heads=problem.kv_heads,
         group=config.group,
@@ -61,9 +65,22 @@ def plan_forward(
     )
     assert schedule.worker_offsets is not None
     found = [schedule.tiles, schedule.worker_offsets]
+    if splits:
+        found.append(schedule.merges)
     if block_mask is not None:  # the list is None where nothing has any work
         found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
     return found
+
+
+def cuts_pay(problem: AttentionProblem, config: Config, keys: JaggedLayout) -> bool:
+    """Whether the host knows that the longest tile is worth cutting: it takes a CTA twice its share, and longer than a
+    merge does."""
+    longest, tokens = keys.longest_on_host, keys.known_num_tokens
+    workers, lines = problem.device.processors * config.ctas, problem.kv_heads * config.q_blocks
+    if longest is None or tokens is None:
+        return False
+    blocks = -(-longest // config.block_n)
+    return blocks >= LONG and 2 * tokens * lines <= longest * workers
 
 
 @functools.lru_cache(maxsize=512)

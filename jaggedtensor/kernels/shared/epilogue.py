@@ -7,7 +7,7 @@ from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, tma
 class Results:
     """Where O and lse go."""
 
-    desc: tma.tensor_descriptor  # of O, ragged
+    desc: tma.tensor_descriptor | gl.constexpr  # of O, ragged; None for kernels that store by pointers alone
     out: gl.tensor  # the same by pointer, [rows, Hq, Dv] without gaps
     lse: gl.tensor
     batch: gl.tensor  # strides of lse

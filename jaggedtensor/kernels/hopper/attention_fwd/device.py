@@ -14,6 +14,7 @@ K and V come through descriptors that end where the sequence ends, so rows of a 
 as long as tiles have the same one, as a broadcast query of one head.
 """
 
+from jaggedtensor.kernels.hopper.attention_fwd.merge import Parts, merge_parts, store_part
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
@@ -287,12 +288,8 @@ def pass_by(ring, tile, channels):
 
 
 @gluon.jit
-def finish(acc, rows, staging, results, view, scale, C: gl.constexpr):
+def deliver(out, lse, staging, results, view, C: gl.constexpr):
     """O, by TMA through the staging buffer, and lse."""
-    norm = gl.convert_layout(gl.sum(rows.norm, 1), rows.peak.type.layout)
-    some = norm > 0
-    norm = gl.where(some, norm, 1.0)
-    out = acc * by_row(1.0 / norm, acc)
     if C.tma_store:
         if not C.stage_in_q:
             tma.store_wait(0)  # the tile before has left it
@@ -303,13 +300,26 @@ def finish(acc, rows, staging, results, view, scale, C: gl.constexpr):
         tma.async_store(results.desc, place, staging)
     else:
         store_by_pointers(results, out, view.tile, view.span, view.first, C)
-    natural = (rows.peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
-    natural = gl.where(some, natural, float("-inf"))
-    store_statistics(results, natural, view.tile, view.span, view.first, C)
+    store_statistics(results, lse, view.tile, view.span, view.first, C)
 
 
 @gluon.jit
-def consume_role(part: gl.constexpr, schedule, channels, results, scale, window, C: gl.constexpr):
+def finish(acc, rows, staging, results, parts, slot, view, scale, C: gl.constexpr):
+    """What a tile comes to, or a part of one goes to its slot."""
+    norm = gl.convert_layout(gl.sum(rows.norm, 1), rows.peak.type.layout)
+    some = norm > 0
+    norm = gl.where(some, norm, 1.0)
+    out = acc * by_row(1.0 / norm, acc)
+    natural = (rows.peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
+    natural = gl.where(some, natural, float("-inf"))
+    if C.splits and slot >= 0:
+        store_part(parts, slot, out, natural, view.first - view.tile.q_block * C.block_m, C)
+    else:
+        deliver(out, natural, staging, results, view, C)
+
+
+@gluon.jit
+def consume_role(part: gl.constexpr, schedule, channels, results, parts, scale, window, C: gl.constexpr):
     begin, end = my_range(schedule)
     walk = start_walk(schedule, begin, end)
     at = channels.q.start()
@@ -319,6 +329,7 @@ def consume_role(part: gl.constexpr, schedule, channels, results, scale, window,
     for t in range(begin, end):
         view = view_of(walk, part, window, C)
         walk = walk.next(t)
+        slot = gl.load(schedule.tiles + t * 8 + 7) if C.splits else -1
         if has_rows(view, C):
             if not opened:
                 query = query_for(query, view, channels, part, C)
@@ -335,7 +346,7 @@ def consume_role(part: gl.constexpr, schedule, channels, results, scale, window,
             else:
                 acc, ring = close_tile(work, channels)
                 work = Work(rows, work.p, no_output(C), ring)
-            finish(acc, rows, staging, results, view, scale, C)
+            finish(acc, rows, staging, results, parts, slot, view, scale, C)
         else:
             query = query_for(query, view, channels, part, C)
             work = Work(work.rows, work.p, work.acc, pass_by(work.ring, view.tile, channels))
@@ -385,7 +396,7 @@ def fill_role(schedule, results, batch, q_rows, right, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["lse_batch", "lse_row", "lse_head", "q_len", "batch", "q_rows", "left", "right"])
 def forward_kernel(
-    q,  # ragged descriptors, see operands.ragged
+    q,  # ragged descriptors, see shared.ragged
     k,
     v,
     out,
@@ -394,6 +405,8 @@ def forward_kernel(
     lse_batch,
     lse_row,
     lse_head,  # its strides
+    part_out,  # scratch for parts of tiles, see merge.Parts; None if no tile is cut
+    part_lse,
     tiles,  # of the schedule
     worker_offsets,
     listed,  # blocks, None without a block mask
@@ -423,12 +436,13 @@ def forward_kernel(
     )
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed)
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
+    parts = Parts(part_out, part_lse)
     scale = Scale(scale_log2, coarse)
     window = (left, right)
     if C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, channels, results, scale, window, C)),
+                (consume_role, (0, schedule, channels, results, parts, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
                 (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
@@ -438,8 +452,8 @@ def forward_kernel(
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, channels, results, scale, window, C)),
-                (consume_role, (1, schedule, channels, results, scale, window, C)),
+                (consume_role, (0, schedule, channels, results, parts, scale, window, C)),
+                (consume_role, (1, schedule, channels, results, parts, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
                 (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
@@ -449,12 +463,32 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, channels, results, scale, window, C)),
-                (consume_role, (1, schedule, channels, results, scale, window, C)),
-                (consume_role, (2, schedule, channels, results, scale, window, C)),
+                (consume_role, (0, schedule, channels, results, parts, scale, window, C)),
+                (consume_role, (1, schedule, channels, results, parts, scale, window, C)),
+                (consume_role, (2, schedule, channels, results, parts, scale, window, C)),
                 (load_role, (schedule, (q, k, v), channels, C)),
                 (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
             [4, 4, 1, 1],
             [C.registers, C.registers, 24, 24],
         )
+
+
+@gluon.jit(do_not_specialize=["lse_batch", "lse_row", "lse_head", "q_len"])
+def merge_kernel(
+    out,  # [rows, Hq, Dv], without gaps
+    lse,
+    lse_batch,
+    lse_row,
+    lse_head,
+    part_out,
+    part_lse,
+    merges,  # of the schedule
+    q_offsets,
+    k_offsets,
+    q_len,
+    C: gl.constexpr,
+):
+    schedule = Schedule(merges, merges, q_offsets, k_offsets, q_len, None)
+    results = Results(None, out, lse, lse_batch, lse_row, lse_head)
+    merge_parts(schedule, merges, Parts(part_out, part_lse), results, C)

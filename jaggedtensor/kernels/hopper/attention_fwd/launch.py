@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_fwd.config import Config, select
-from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel
+from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel, merge_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
 from jaggedtensor.kernels.shared.ragged import ragged, strides_fit
@@ -26,6 +27,8 @@ class Call(NamedTuple):
     blocks: tuple[tuple[int, int, int], ...]  # of q, k, v and out: rows, heads, columns
     steps: tuple[int, int, int]  # of lse: batch, row, head
     ends: tuple[Any, ...]  # the last arguments
+    merge: Variant
+    config: Config
 
 
 _CALLS: dict[Any, Call | None] = {}  # a model has a few; None: operands that TMA cannot address
@@ -42,22 +45,24 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     if k.is_cuda and k.device.index != device:
         with torch.cuda.device(k.device):
             return forward(args, config)
-    scale = args.scale
+    scale, splits = args.scale, len(args.schedule) == 3 and not problem.masked
     places = q.data_ptr() | k.data_ptr() | v.data_ptr()
     key = (
-        problem, config, device, scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
+        problem, config, splits, device, scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
         args.batch_size == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
     )  # fmt: skip
     call = _CALLS.get(key, _UNKNOWN)
     if call is _UNKNOWN:
         if len(_CALLS) > MANY:
             _CALLS.clear()
-        call = _CALLS[key] = _prepare(args, select(problem) if config is None else config)
+        chosen = select(problem) if config is None else config
+        call = _CALLS[key] = _prepare(args, replace(chosen, splits=splits))
     if call is None or places % 16:
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
         return forward(args._replace(q=-q if scale < 0 else q, k=k, v=v, scale=abs(scale)), config)
 
-    tiles, worker_offsets, *listed = args.schedule
+    tiles, worker_offsets, *more = args.schedule
+    listed = more[0] if problem.masked else None
     if problem.masked or not tiles.shape[0]:
         out, lse = outputs(args)
         if out.numel() == 0 or not tiles.shape[0]:
@@ -67,19 +72,29 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
     if q_offsets is not None:
         places |= q_offsets.data_ptr()
+    workers, parts = worker_offsets.shape[0] - 1, _NO_PARTS
+    if splits:  # a CTA has two cut tiles at most
+        rows = 2 * workers * call.config.block_m
+        parts = (q.new_empty(rows, call.config.block_dv, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32))
     call.variant.launch(
-        worker_offsets.shape[0] - 1,
+        workers,
         [_descriptor(x, block) for x, block in zip((q, k, v, out), call.blocks, strict=True)],
         (
-            out, lse, *call.steps, tiles, worker_offsets, listed[0] if listed else None, q_offsets, k_offsets,
+            out, lse, *call.steps, *parts, tiles, worker_offsets, listed, q_offsets, k_offsets,
             problem.q_len or 0, args.batch_size, q.shape[0], *call.ends,
         ),
         not places % 16,
     )  # fmt: skip
+    if splits:
+        merges = more[0]
+        arguments = (out, lse, *call.steps, *parts, merges, q_offsets, k_offsets, problem.q_len or 0, call.config)
+        programs = merges.shape[0] * (call.config.block_m // call.config.merge_rows)
+        call.merge.launch(programs, (), arguments, not (places | merges.data_ptr()) % 16)
     return out, lse
 
 
 _UNKNOWN: Any = object()
+_NO_PARTS: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
@@ -100,4 +115,5 @@ def _prepare(args: AttentionArgs, config: Config) -> Call | None:
     query, key = (config.rows // config.group, config.group), (config.block_n, 1)
     blocks = ((*query, config.block_d), (*key, config.block_d), (*key, config.block_dv), (*query, config.block_dv))
     ends = (scale, 2.0 ** round(math.log2(scale)), problem.left, problem.right, config)
-    return Call(Variant(forward_kernel, config.options), blocks, steps, ends)
+    merge = Variant(merge_kernel, {"num_warps": 4, "enable_fp_fusion": True})
+    return Call(Variant(forward_kernel, config.options), blocks, steps, ends, merge, config)
