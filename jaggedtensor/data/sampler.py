@@ -172,7 +172,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             "drop_last": self.drop_last,
             "num_replicas": self.num_replicas,
             "balance": self.balance.value,
-            "costs": float(self._costs.sum()),
+            "costs": f"{float(self._costs.sum()):.6e}",  # how a sum is rounded depends on the number of threads
             "groups": None if self.groups is None else [len(self.groups), self.window],
         }
 
