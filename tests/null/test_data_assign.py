@@ -1,5 +1,8 @@
 """Items are dealt to ranks by cost with the code of the schedules, and the loads are about equal."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -98,3 +101,16 @@ REFUSALS = [
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_benchmark_prints_both_and_its_bar_holds(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    scaling = importlib.import_module("scaling")
+    assert scaling.bars()
+    shown = capsys.readouterr().out
+    assert "random" in shown
+    assert "lpt" in shown
+    monkeypatch.setattr(scaling, "owners", lambda costs, ranks, kind: torch.arange(len(costs)) % ranks)
+    assert not scaling.bars()
+    forward, train = (scaling.worth_splitting(scaling.INSIDE, 128, train=train) for train in (False, True))
+    assert forward == pytest.approx(3.5 * train)
