@@ -16,6 +16,8 @@ if sys.platform != "linux":
 import triton
 from triton.backends.compiler import GPUTarget
 
+from jaggedtensor.kernels.hopper.attention_bwd import config as general
+from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
 from jaggedtensor.kernels.shared.ragged import ragged
@@ -110,6 +112,29 @@ def test_no_hot_loop_spills_and_no_product_is_serialised(problem):
     # An over-request of registers drops every one of these without a word.
     asked = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", made.asm["ptx"])}
     assert {240, 24} <= asked
+
+
+@pytest.mark.parametrize(("group", "jagged", "right"), [(1, True, -1), (4, False, 0)])
+def test_the_general_kernel_spills_in_no_loop_without_a_mask(group, jagged, right):
+    kind = QueryKind.JAGGED if jagged else QueryKind.PER_SEQUENCE
+    problem = AttentionProblem(kind, 70, 8, 8 // group, 128, 128, torch.bfloat16, GPUS[9, 0], right=right)
+    config, rows = general.select(problem), general.ROWS // group
+    x, keys = torch.zeros(256, 8, 128, dtype=torch.bfloat16), torch.zeros(256, 8 // group, 128, dtype=torch.bfloat16)
+    numbers, whole = torch.zeros(64), torch.zeros(64, dtype=torch.int32)
+    blocks = [(x, rows, group, 128), *[(keys, 64, 1, 128)] * 2, (x, rows, group, 128), *[(keys, 64, 1, 128)] * 2]
+    blocks.append((x.float(), rows, group, 64))
+    offsets = (whole.long() if jagged else None, whole.long())
+    args = (numbers, numbers, 0, 8, 1, whole, whole, *offsets, 70, 0.1, 0.2, -1, right, config)
+    descriptors = (ragged(*block)[1]() for block in blocks)
+    with _compiling_for(GPUTarget("cuda", 90, 32)):
+        made = backward_kernel.warmup(*descriptors, *args, grid=(132,), **config.options)
+    assert made.metadata.shared <= config.shared_memory <= general.SHARED_MEMORY
+    loops = hot_loops(made.asm["cubin"])
+    assert len(loops) == 2
+    for loop in loops:
+        assert sum("HGMMA" in line for line in loop) == 32
+        assert sum(bool(re.search(r"\b(STL|LDL)\b", line)) for line in loop) <= (1 if right < 0 else 40)
+    assert complaints(made.asm["ptx"]) == []
 
 
 def test_a_problem_beyond_the_budgets_is_refused_by_name():

@@ -11,17 +11,16 @@ Roles, a warp each but for the consumers:
                                                                statistics   lse and delta of each block of rows
                                                                reducer      adds dQ to global memory, in fp32
 
-    tensor cores   S^T(i) dP^T(i)    dV             dK  dQ(i)                S^T(i + 1)
-    threads                 P^T(i)   dS^T(i)               dQ(i) out
-    barriers       q, dO full        ds full                dO, q, ds empty  dq full
+    tensor cores   S^T(i)   dP^T(i)   dV(i)      dQ(i-1)   dK(i)          S^T(i+1)
+    threads                 P^T(i)    dS^T(i)              dQ(i-1) out
+    barriers       q, dO full         ds full(i)           dO, dq, q
 
-dQ needs dS of both consumers, which they put into shared memory. It is added in no order: who asks for the same bits
-every time is served by other kernels. TMA reads zeros past the end of a sequence and writes nothing there; a query row
-that is not there has lse = +inf and so P = 0.
+dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. It is added in no order:
+who asks for the same bits every time is served by other kernels. TMA reads zeros past the end of a sequence and writes
+nothing there; a query row that is not there has lse = +inf and so P = 0.
 """
 
-from triton.language.core import PropagateNan
-
+from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
@@ -42,8 +41,6 @@ visible = gluon.jit(masks.visible.fn)
 ROWS: gl.constexpr = gl.constexpr(64)  # keys of a consumer, packed query rows of a block
 HALF: gl.constexpr = gl.constexpr(64)  # columns of dQ of a consumer
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
-KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @aggregate
@@ -84,12 +81,6 @@ def read_tile(schedule, place):
     return Tile(
         gl.maximum(gl.load(row), 0), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4)
     )  # fmt: skip
-
-
-@gluon.jit
-def at_most(x, most):
-    """The lesser, and NaN if x is."""
-    return gl.minimum(x, most, propagate_nan=KEEP_NAN)
 
 
 # -- loading and storing -----------------------------------------------------------------------------------------------
@@ -187,13 +178,6 @@ def product(a, b):
     return warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
 
 
-@gluon.jit
-def as_operand(x, acc):
-    """The left operand of the product that goes to `acc`: no data moves."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, parent=acc.type.layout, k_width=2)
-    return gl.convert_layout(x, layout, assert_trivial=True)
-
-
 @aggregate
 class Edge:
     """What decides which keys the rows of a tile see."""
@@ -225,20 +209,100 @@ class Edge:
         return cut
 
 
+@aggregate
+class Work:
+    """What a consumer carries from block to block."""
+
+    dk: gl.tensor  # [64, D]
+    dv: gl.tensor  # [64, Dv]
+    turn: gl.tensor  # blocks so far; dQ of the last one is still to come
+
+
+@aggregate
+class Consumer:
+    channels: Channels
+    edge: Edge
+    first: gl.tensor  # key of the tile
+    scale_log2: gl.tensor
+    part: gl.constexpr
+    C: gl.constexpr
+
+    @gluon.jit
+    def grad_query(self, turn, opaque):
+        """Issue my columns of dQ of a block, of the keys of both consumers."""
+        ds = self.channels.ds
+        at = by_turn(ds, turn)
+        ds.acquire_full(at)
+        k_columns = self.channels.k.buffers.index(opaque).slice(self.part * HALF, HALF, dim=1)
+        dq = product(ds.slot(at, 0).buffer.permute((1, 0)), k_columns)
+        k_columns = self.channels.k.buffers.index(opaque + 1).slice(self.part * HALF, HALF, dim=1)
+        return warpgroup_mma(ds.slot(at, 1).buffer.permute((1, 0)), k_columns, dq, is_async=True)
+
+    @gluon.jit
+    def put_grad_query(self, dq, turn):
+        """My columns for the role that adds them; dS is done with."""
+        self.channels.ds.slot(by_turn(self.channels.ds, turn)).release()
+        at = by_turn(self.channels.dq, turn)
+        slot, _ = self.channels.dq.acquire_empty(at)
+        self.channels.dq.slot(at, self.part).buffer.store(dq)
+        fence_async_shared()
+        slot.publish()
+
+    @gluon.jit
+    def step(self, work, block, LATE: gl.constexpr):
+        """One more block of query rows, and dQ of the one before if LATE."""
+        channels, turn = self.channels, work.turn
+        C: gl.constexpr = self.C
+        dtype: gl.constexpr = channels.q.buffers.dtype
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+        opaque = (turn >> 30) * 2  # 0, which the compiler cannot know: it would keep all matrix descriptors
+        if opaque != 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
+            gl.barrier()
+        q_slot, _ = channels.q.acquire_full(by_turn(channels.q, turn))
+        s = product(channels.k.buffers.index(opaque + self.part), q_slot.buffer.permute((1, 0)))
+        grad_slot, _ = channels.grad_out.acquire_full(by_turn(channels.grad_out, turn))
+        dp = product(channels.v.buffers.index(opaque + self.part), grad_slot.buffer.permute((1, 0)))
+        statistics_at = by_turn(channels.statistics, turn)
+        statistics_slot, _ = channels.statistics.acquire_full(statistics_at)
+        lse = statistics_slot.buffer.load(COLUMNS)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p = gl.exp2(at_most(s * self.scale_log2 - lse[None, :], 0.0))
+        if C.left or C.right:
+            p = self.edge.masked(p, block, self.first, C)
+        dv = warpgroup_mma(as_operand(p.to(dtype), work.dv), grad_slot.buffer, work.dv, is_async=True)
+        delta = channels.statistics.slot(statistics_at, 1).buffer.load(COLUMNS)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = rounded(p * (dp - delta[None, :]), dtype)
+        statistics_slot.release()
+        if LATE:
+            dq = self.grad_query(turn - 1, opaque)
+        ds_at = by_turn(channels.ds, turn)
+        ds_slot, _ = channels.ds.acquire_empty(ds_at)
+        channels.ds.slot(ds_at, self.part).buffer.store(ds)
+        fence_async_shared()
+        ds_slot.publish()
+        dk = warpgroup_mma(as_operand(ds, work.dk), q_slot.buffer, work.dk, is_async=True)
+        dv = warpgroup_mma_wait(3 if LATE else 1, deps=(dv,))
+        grad_slot.release()
+        if LATE:
+            self.put_grad_query(warpgroup_mma_wait(1, deps=(dq,)), turn - 1)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        q_slot.release()
+        return Work(dk, dv, turn + 1)
+
+
 @gluon.jit
 def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constexpr, C: gl.constexpr):
-    D: gl.constexpr = C.block_d
-    DV: gl.constexpr = C.block_dv
     dtype: gl.constexpr = channels.q.buffers.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_d, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_dv, 16])
     dk_desc, dv_desc = out_descs
     begin, end = my_range(schedule)
     k_at, v_at = channels.k.start(), channels.v.start()
-    q_at, grad_at, stat_at = channels.q.start(), channels.grad_out.start(), channels.statistics.start()
-    ds_at, dq_at = channels.ds.start(), channels.dq.start()
+    nothing = gl.zeros([ROWS, C.block_d], gl.float32, DK)
+    no_values = gl.zeros([ROWS, C.block_dv], gl.float32, DV)
+    work = Work(nothing, no_values, gl.to_tensor(0))
     phase = 0
     for t in range(begin, end):
         tile = read_tile(schedule, t)
@@ -246,61 +310,23 @@ def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constex
         first = tile.block * KEYS
         j = first + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         edge = Edge(j, span.k_count - span.q_count, window[0], window[1])
-        dk = gl.zeros([ROWS, D], gl.float32, DK)
-        dv = gl.zeros([ROWS, DV], gl.float32, DV_LAYOUT)
+        me = Consumer(channels, edge, first, scales[0], PART, C)
+        work = Work(nothing, no_values, work.turn)
         k_slot, k_after = channels.k.acquire_full(k_at)
         v_slot, v_after = channels.v.acquire_full(v_at)
-        for block in range(tile.begin, tile.end):
-            opaque = (block >> 30) * 2  # 0, which the compiler cannot know: it would keep all matrix descriptors
-            q_slot, q_after = channels.q.acquire_full(q_at)
-            s = product(channels.k.buffers.index(opaque + PART), q_slot.buffer.permute((1, 0)))
-            grad_slot, grad_after = channels.grad_out.acquire_full(grad_at)
-            dp = product(channels.v.buffers.index(opaque + PART), grad_slot.buffer.permute((1, 0)))
-            stat_slot, stat_after = channels.statistics.acquire_full(stat_at)
-            lse = stat_slot.buffer.load(COLUMNS)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            p = gl.exp2(at_most(s * scales[0] - lse[None, :], 0.0))
-            if C.left or C.right:
-                p = edge.masked(p, block, first, C)
-            dv = warpgroup_mma(as_operand(p.to(dtype), dv), grad_slot.buffer, dv, is_async=True)
-            delta = channels.statistics.slot(stat_at, 1).buffer.load(COLUMNS)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
-            ds = p * (dp - delta[None, :])
-            if dtype == gl.float16:  # of a key past the end it must not be inf, since inf * 0 is NaN
-                ds = at_most(-at_most(-ds, 65504.0), 65504.0)
-            ds = ds.to(dtype)
-            stat_slot.release()
-            channels.ds.acquire_empty(ds_at)
-            ds_mine = channels.ds.slot(ds_at, PART)
-            ds_mine.buffer.store(ds)
-            fence_async_shared()
-            ds_mine.publish()
-            dk = warpgroup_mma(as_operand(ds, dk), q_slot.buffer, dk, is_async=True)
-            ds_slot, ds_after = channels.ds.acquire_full(ds_at)
-            k_columns = channels.k.buffers.index(opaque).slice(PART * HALF, HALF, dim=1)
-            dq = product(channels.ds.slot(ds_at, 0).buffer.permute((1, 0)), k_columns)
-            k_columns = channels.k.buffers.index(opaque + 1).slice(PART * HALF, HALF, dim=1)
-            dq = warpgroup_mma(channels.ds.slot(ds_at, 1).buffer.permute((1, 0)), k_columns, dq, is_async=True)
-            dv = warpgroup_mma_wait(3, deps=(dv,))
-            grad_slot.release()
-            dk = warpgroup_mma_wait(2, deps=(dk,))
-            q_slot.release()
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            ds_slot.release()
-            dq_mine, dq_after = channels.dq.acquire_empty(dq_at)
-            channels.dq.slot(dq_at, PART).buffer.store(dq)
-            fence_async_shared()
-            dq_mine.publish()
-            q_at, grad_at, stat_at, ds_at, dq_at = q_after, grad_after, stat_after, ds_after, dq_after
+        work = me.step(work, tile.begin, False)
+        for block in range(tile.begin + 1, tile.end):
+            work = me.step(work, block, True)
+        dq = me.grad_query(work.turn - 1, (work.turn >> 30) * 2)
+        me.put_grad_query(warpgroup_mma_wait(0, deps=(dq,)), work.turn - 1)
 
         # Both read K for dQ; V of my keys is mine alone.
         mbarrier.arrive(channels.done, count=1)
         k_mine, v_mine = channels.k.slot(k_at, PART), channels.v.slot(v_at, PART)
-        gl.barrier()
-        v_mine.buffer.store(dv.to(dtype))
+        v_mine.buffer.store(work.dv.to(dtype))
         mbarrier.wait(channels.done, phase)
         phase ^= 1
-        k_mine.buffer.store((dk * scales[1]).to(dtype))
+        k_mine.buffer.store((work.dk * scales[1]).to(dtype))
         fence_async_shared()
         place = ragged_place(span.k_start, span.k_count, first + PART * ROWS, tile.head)
         tma.async_store(dv_desc, place, v_mine.buffer)

@@ -91,8 +91,10 @@ def addressable(x: Tensor) -> Tensor:
 
 def new_gradient(x: Tensor, args: AttentionArgs, some: bool) -> Tensor:
     """Contiguous; 0 where keys may have no tile, as no query sees them, and past the last sequence."""
-    whole = some and not (args.slack or args.problem.windowed or args.q_offsets is not None)
-    make = torch.empty_like if whole else torch.zeros_like
+    # Where sequences have as many queries as keys, each key is seen by the query at its place, whatever the window.
+    itself = args.q_offsets is not None and args.q_offsets.data_ptr() == args.k_offsets.data_ptr()
+    seen = itself or (args.q_offsets is None and not args.problem.windowed)
+    make = torch.empty_like if some and seen and not args.slack else torch.zeros_like
     return make(x, memory_format=torch.contiguous_format)
 
 

@@ -20,8 +20,7 @@ dP waits for the new dO, and dO for the last dX that reads the old one. TMA read
 stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite dS, which meets K = 0 in dQ.
 """
 
-from triton.language.core import PropagateNan
-
+from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
     fence_async_shared,
@@ -33,15 +32,13 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel
+from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, read_tile, start_walk
 
 M: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
-KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
 AHEAD: gl.constexpr = gl.constexpr(4)  # tiles that a CTA of a chain tells of at a time
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @aggregate
@@ -104,18 +101,6 @@ class Statistics:
             _, _, inside, at = self.place(row)
             delta -= gl.load(self.grad_lse + at, mask=inside, other=0.0)
         return gl.where(lse == float("inf"), 0.0, delta)
-
-
-@gluon.jit
-def by_turn(channel, turn):
-    """Where a CTA's tile number `turn` is in a ring, whose depth is a power of two."""
-    return Counter(turn & (channel.depth - 1), (turn & channel.depth) // channel.depth, channel.depth)
-
-
-@gluon.jit
-def at_most(x, most):
-    """The lesser, and NaN if x is."""
-    return gl.minimum(x, most, propagate_nan=KEEP_NAN)
 
 
 @gluon.jit
@@ -260,11 +245,7 @@ class Maker:
 
     @gluon.jit
     def put_grad_scores(self, p, dp, delta, turn):
-        dtype: gl.constexpr = self.channels.ds.buffers.dtype
-        ds = p * (dp - delta[:, None])
-        if dtype == gl.float16:  # of a key past the end it must not be inf, since inf * 0 is NaN
-            ds = at_most(-at_most(-ds, 65504.0), 65504.0)
-        ds = ds.to(dtype)
+        ds = rounded(p * (dp - delta[:, None]), self.channels.ds.buffers.dtype)
         self.put(self.channels.ds, turn, ds)
         return ds
 
@@ -284,13 +265,6 @@ def product(a, b):
     WIDTH: gl.constexpr = b.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return warpgroup_mma(a, b, gl.zeros([ROWS, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def as_operand(ds, acc):
-    """dS as the left operand of the product that goes to `acc`: no data moves."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, parent=acc.type.layout, k_width=2)
-    return gl.convert_layout(ds, layout, assert_trivial=True)
 
 
 @gluon.jit
