@@ -22,6 +22,7 @@ class Config:
     right: bool
     q_stages: int = 2  # of the rings of Q, dO and their statistics
     ds_stages: int = 2
+    staggered: bool = True  # CTAs that share a sequence begin at different blocks of query rows
     block_d: int = 128
     block_dv: int = 128
 

@@ -74,6 +74,16 @@ class Tile:
     end: gl.tensor
     block: gl.tensor  # of keys
 
+    @gluon.jit
+    def walked(self, n, C: gl.constexpr):
+        """The n-th block of query rows: CTAs that share a sequence begin at different ones, to add apart."""
+        if C.staggered:
+            count = self.end - self.begin
+            block = self.begin + self.block % count + n
+            return gl.where(block >= self.end, block - count, block)
+        else:
+            return self.begin + n
+
 
 @gluon.jit
 def read_tile(schedule, place):
@@ -111,7 +121,8 @@ def queries_role(schedule, descriptors, channels, C: gl.constexpr):
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
-        for block in range(tile.begin, tile.end):
+        for n in range(tile.end - tile.begin):
+            block = tile.walked(n, C)
             place = ragged_place(span.q_start, span.q_count, block * (ROWS // C.group), tile.head * C.group)
             slot, q_at = channels.q.acquire_empty(q_at)
             slot.load(q_desc, place)
@@ -132,7 +143,8 @@ def statistics_role(schedule, statistics, channels, C: gl.constexpr):
             base = span.q_start.to(gl.int64) * statistics.row
         else:
             base = tile.sequence.to(gl.int64) * statistics.batch
-        for block in range(tile.begin, tile.end):
+        for n in range(tile.end - tile.begin):
+            block = tile.walked(n, C)
             row = block * ROWS + gl.arange(0, ROWS, layout)
             i, head = row // C.group, tile.head * C.group + row % C.group
             place = base + i.to(gl.int64) * statistics.row + head * statistics.head
@@ -155,7 +167,8 @@ def reduce_role(schedule, dq_desc, channels, C: gl.constexpr):
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
-        for block in range(tile.begin, tile.end):
+        for n in range(tile.end - tile.begin):
+            block = tile.walked(n, C)
             slot, after = channels.dq.acquire_full(at)
             row = block * (ROWS // C.group)
             for half in gl.static_range(2):
@@ -314,9 +327,9 @@ def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constex
         work = Work(nothing, no_values, work.turn)
         k_slot, k_after = channels.k.acquire_full(k_at)
         v_slot, v_after = channels.v.acquire_full(v_at)
-        work = me.step(work, tile.begin, False)
-        for block in range(tile.begin + 1, tile.end):
-            work = me.step(work, block, True)
+        work = me.step(work, tile.walked(0, C), False)
+        for n in range(1, tile.end - tile.begin):
+            work = me.step(work, tile.walked(n, C), True)
         dq = me.grad_query(work.turn - 1, (work.turn >> 30) * 2)
         me.put_grad_query(warpgroup_mma_wait(0, deps=(dq,)), work.turn - 1)
 
