@@ -67,8 +67,8 @@ def attend(
             both sides, None or -1 no limit.
         return_lse: also the logarithm of the sum of exponentials, which is differentiable: `[B, Hq, Lq]`, or
             `[tokens_q, Hq]` for a jagged query; fp32, fp64 for fp64 inputs.
-        backend: "cpu", "portable" (any GPU that runs Triton) or "reference"; runs there or raises, never falls back.
-            None chooses.
+        backend: "cpu", "hopper" (SM90), "blackwell" (SM100), "portable" (any GPU that runs Triton) or "reference"; runs
+            there or raises, never falls back. None chooses.
         deterministic: same bits in the gradients from run to run. (Forward, and the gradient of a broadcast query,
             always are.)
         group: a process group or one-dimensional `DeviceMesh` over whose ranks the keys of each sequence are spread:

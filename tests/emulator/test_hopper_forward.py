@@ -49,6 +49,7 @@ CASES = {
     "causal, one query for all": case_of((30, 0, 64), q_length=200, heads=4, kv_heads=2, causal=True),
     "window": case_of((500, 0, 64), P, q_length=70, heads=4, kv_heads=2, window=(150, 5)),
     "256": case_of((130, 0, 64), q_length=70, dim=256),
+    "256 and 64": case_of((130, 0, 64), J, q_lengths=(150, 3, 200), dim=256, value_dim=64),
     "dimensions that differ": case_of((130, 0, 64), J, q_lengths=(150, 3, 20), dim=40, value_dim=72),
     "nothing at all": case_of((0, 0)),
     "cut between CTAs": case_of((1500,), q_length=100),
