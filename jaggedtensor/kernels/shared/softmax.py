@@ -2,8 +2,9 @@
 
 Probabilities are 2 ** (score * unit - peak * unit), one fused multiply-add and one exponential each. The product with
 the score is exact there, the one with the peak is rounded: what they differ by is the same factor for a whole row, and
-divided out. It grows with the scores; where a row's peak passes `STEEP` log2 units, two scores that differ are so far
-apart that the lesser one counts for nothing, and a power of two as the unit makes both products exact.
+divided out. It grows with the scores; where a row's peak passes `STEEP` log2 units, one unit in a score's last place is
+8 of them or more, and the nearest power of two as the unit makes both products exact, and changes less than the scores
+were rounded by.
 """
 
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon
