@@ -306,6 +306,8 @@ def judge(family: str, module: str, text: str, runs: Sequence[Run], every: bool 
     Gives the verdicts that found something, or one that did not. For a process of its own, since it imports the
     changed module under the name of the right one.
     """
+    if module in sys.modules:
+        raise RuntimeError(f"{module} is imported already, so it cannot be replaced: judge it in a process of its own")
     begin = time.monotonic()
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:

@@ -6,11 +6,12 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
-from jaggedtensor.testing.families import Bad
+from jaggedtensor.testing.families import Bad, Operands, WrongValue
 from jaggedtensor.testing.mutants import Score, Task, Verdict, bad_variant, judge_all, mutants_of, schedules, score
 
 MECHANISMS = Path(__file__).parent / "mechanisms"
@@ -96,6 +97,18 @@ def test_an_edit_that_does_not_fit_the_source_is_refused() -> None:
     for old in ("= 1", "c = 1"):
         with pytest.raises(ValueError, match="expected once"):
             bad_variant(text, Bad("c", ("race",), (old, "")))
+
+
+def test_outputs_that_are_not_written_or_differ_are_wrong_values() -> None:
+    expected = torch.arange(6.0).view(2, 3)
+    got = expected.clone()
+    Operands((), {"out": (got, expected)}).check()
+    got[1, 2] += 0.25
+    Operands((), {"out": (got, expected)}, tolerance=0.25).check()
+    for wrong in (5.25, float("nan")):
+        got[1, 2] = wrong
+        with pytest.raises(WrongValue, match=r"out: 1 of 6 values are wrong, the first at \(1, 2\)"):
+            Operands((), {"out": (got, expected)}).check()
 
 
 def test_a_score_counts_failed_runs_as_survivors_and_names_wrong_excuses() -> None:
