@@ -61,7 +61,7 @@ class Mbarrier:
         )
 
 
-def _known(actor: Actor, barrier: Mbarrier | None, name: str, doing: str) -> bool:
+def usable(actor: Actor, barrier: Mbarrier | None, name: str, doing: str) -> bool:
     """Whether the barrier is one, and its initialisation is ordered before this use."""
     machine = actor.machine
     if barrier is None:
@@ -84,7 +84,7 @@ def _known(actor: Actor, barrier: Mbarrier | None, name: str, doing: str) -> boo
 
 def arrive(actor: Actor, barrier: Mbarrier | None, name: str, count: int, event=None, doing="arrives on") -> None:
     """`count` arrivals; what the actor has seen, waiters will have seen (release)."""
-    if not _known(actor, barrier, name, doing) or barrier is None:
+    if not usable(actor, barrier, name, doing) or barrier is None:
         return
     if count > barrier.pending:
         actor.machine.find(
@@ -109,7 +109,7 @@ def expect(actor: Actor, barrier: Mbarrier | None, name: str, nbytes: int, event
 
 def deliver(actor: Actor, barrier: Mbarrier | None, name: str, nbytes: int, phase: int | None, event=None) -> None:
     """Bytes of a copy have landed (complete_tx). `phase` is the one that was current when the copy was issued."""
-    if not _known(actor, barrier, name, "delivers to") or barrier is None:
+    if not usable(actor, barrier, name, "delivers to") or barrier is None:
         return
     barrier.bytes -= nbytes
     if phase is not None and barrier.completed > phase:

@@ -23,6 +23,7 @@ class Finding:
     program: tuple = ()
     where: list[str] = field(default_factory=list)  # innermost line first
     advice: str = ""
+    error: BaseException | None = field(default=None, compare=False, repr=False)  # what the kernel's Python raised
 
     def __str__(self):
         who = f" [{self.role}, CTA {self.cta}, program {self.program}]" if self.role else ""

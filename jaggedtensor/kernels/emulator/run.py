@@ -83,7 +83,7 @@ def _guarded(work: Callable[[], Any]) -> Callable[[], Any]:
                 advice="the kernel's own Python" if kernel else f"{every[-1].filename}:{every[-1].lineno}",
             )
             finding.where = [f"{f.filename}:{f.lineno} in {f.name}" for f in reversed(frames)]
-            finding.error = error  # type: ignore[attr-defined]
+            finding.error = error
             role.cluster.failure = Stop()
         finally:
             role.done = True

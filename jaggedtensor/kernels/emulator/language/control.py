@@ -207,7 +207,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
 # Global memory ------------------------------------------------------------------------------------------------------
 
 
-def _selected(pointer: Pointer, mask, doing: str) -> tuple[Any, Any]:
+def within_bounds(pointer: Pointer, mask, doing: str) -> tuple[Any, Any]:
     """(offsets, mask) as blocks of one shape or scalars, with every selected offset inside of its tensor."""
     buffer, offsets = pointer.buffer, pointer.offset
     if not pointer.is_block:
@@ -276,7 +276,7 @@ def _flat(pointer: Pointer) -> torch.Tensor:
 def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", **policies):
     """Masked lanes without `other` hold anything: they are poisoned."""
     dtype = pointer.element
-    offsets, selected = _selected(pointer, mask, "reads")
+    offsets, selected = within_bounds(pointer, mask, "reads")
     flat = _flat(pointer)
     current().pause()  # another may be about to write it, and a loop that waits for that must not stop the world
     if pointer.buffer.log is not None:
@@ -301,7 +301,7 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", *
 @emulates("both.store")
 def store(pointer, value, mask=None, boundary_check=(), **policies):
     dtype = pointer.element
-    offsets, selected = _selected(pointer, mask, "writes")
+    offsets, selected = within_bounds(pointer, mask, "writes")
     flat = _flat(pointer)
     if not pointer.is_block:
         if isinstance(value, Tensor):
@@ -341,7 +341,7 @@ def _atomic(name):
         role = current()
         role.pause()
         dtype = pointer.element
-        offsets, selected = _selected(pointer, mask, "updates")
+        offsets, selected = within_bounds(pointer, mask, "updates")
         flat = _flat(pointer)
         combine = _ATOMICS[name]
         if not pointer.is_block:
@@ -388,7 +388,7 @@ def atomic_cas(pointer, cmp, val, sem=None, scope=None):
     role.pause()
     if pointer.is_block:
         raise UnknownBuiltin("atomic_cas of a block", "language/control.py")
-    offset, _ = _selected(pointer, None, "updates")
+    offset, _ = within_bounds(pointer, None, "updates")
     role.cluster.synchronise(role, pointer.buffer, offset, sem)
     _logged(pointer, offset, True, True, True)
     flat = _flat(pointer)

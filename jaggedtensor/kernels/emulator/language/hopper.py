@@ -8,7 +8,7 @@ from triton.experimental.gluon.language._layouts import DotOperandLayout, NVMMAD
 from jaggedtensor.kernels.emulator.checks import join
 from jaggedtensor.kernels.emulator.engines import Copy, Product, RemoteStore, TmaLoad, TmaStore, reduction
 from jaggedtensor.kernels.emulator.errors import UnknownBuiltin
-from jaggedtensor.kernels.emulator.language.control import _selected, load
+from jaggedtensor.kernels.emulator.language.control import load, within_bounds
 from jaggedtensor.kernels.emulator.language.registry import emulates
 from jaggedtensor.kernels.emulator.language.shared import (
     SharedDescriptor,
@@ -397,7 +397,7 @@ def copy_load(smem, pointer, mask=None, **options):
     role = current()
     role.pause()
     other = None if mask is None else 0
-    _selected(pointer, mask, "reads")
+    within_bounds(pointer, mask, "reads")
     data = load(pointer, mask, other).data
     operation = Copy(role, smem.view, data)
     operation.event.name = smem.label

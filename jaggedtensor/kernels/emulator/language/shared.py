@@ -453,7 +453,7 @@ def mbarrier_wait(mbarrier, phase, pred=True, deps=()):
             advice="mbarrier.init before the roles start",
         )
         return
-    barriers._known(role, barrier, mbarrier.label, "waits on")
+    barriers.usable(role, barrier, mbarrier.label, "waits on")
     role.stats.waits += 1
     role.stats.blocked += not barrier.passes(parity)
     barrier.blocked += 1
