@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,16 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
+from jaggedtensor import JaggedTensor
+from jaggedtensor.kernels.blackwell.attention_fwd import launch
+from jaggedtensor.kernels.blackwell.plan import plan_forward
+from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.ops.attention import _window
+from jaggedtensor.ops.reference import attend_reference
+from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device
+from jaggedtensor.testing import AttentionCase
+from jaggedtensor.testing.budgets import assert_within_budget
+from jaggedtensor.testing.guards import poison_free_memory
 from jaggedtensor.testing.mutants import load_module, schedules, score
 
 FAMILY = Path(__file__).parent / "families" / "blackwell_forward.py"
@@ -37,6 +48,22 @@ CASES = {
 }
 
 
+def launched(k_lengths, query, scale=0.1, **options):
+    sizes = dict(q_length=100, q_lengths=(), dim=64, value_dim=64, dtype=torch.float16, k_slack=3, q_slack=2)
+    return AttentionCase(k_lengths, query=query, **sizes | options), scale
+
+
+LAUNCHED = {
+    "broadcast, two heads": launched((130, 0, 64, 300), B),
+    "a negative scale": launched((130, 0, 64), P, scale=-0.2, q_length=9),
+    "a scale of 0": launched((130, 0, 64), J, scale=0.0, q_lengths=(150, 3, 20)),
+    "causal, more queries than keys": launched((30, 0, 64, 65), J, q_lengths=(200, 300, 5, 300), causal=True),
+    "dimensions that differ": launched((130, 0, 64), J, q_lengths=(150, 3, 20), dim=40, value_dim=72),
+    "no key at all": launched((0, 0), B),
+    "nothing at all": launched((0, 0), J, q_lengths=(0, 0)),
+}
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_values_are_right_under_every_order(case):
     for order, seed in schedules(SEEDS):
@@ -57,6 +84,48 @@ def test_other_ways_to_publish_and_exponentiate(chosen):
     for case in (Case((300, 1), q_lengths=(200, 1), kind=J), Case((300, 1, 70), q_len=9)):
         for order, seed in schedules(1):
             family.run(case, order, seed, **chosen)
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_launcher_fills_copies_and_turns_signs(name, monkeypatch):
+    """Within the budget of float64, with what is free poisoned, for operands as users have them."""
+    case, scale = LAUNCHED[name]
+    query, keys, values = case.inputs()
+    q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
+    layout = query.layout if isinstance(query, JaggedTensor) else None
+    k, v = keys.values().detach(), values.values().detach()
+    left, right = _window(case.causal, case.window)
+    q_offsets = None if layout is None else layout.offsets()
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, False)
+    problem = replace(problem, device=Device("cuda", (10, 0), 2, 227 << 10))
+    schedule = plan_forward(problem, keys.layout, layout, k.shape[0], q.shape[0])
+    v_apart = v.transpose(1, 2).contiguous().transpose(1, 2)  # columns apart: TMA cannot address them
+    options = dict(scale=scale, left=left, right=right)
+    expected = attend_reference(q.double(), k.double(), v.double(), q_offsets, keys.offsets(), **options)
+    close = attend_reference(q, k, v, q_offsets, keys.offsets(), **options)
+    for order, seed in schedules(1):
+        reports = []
+
+        class Emulated:
+            def __init__(self, kernel, options):
+                self.kernel, self.options = kernel, options
+
+            def launch(self, programs, descriptors, args, aligned):
+                made = [make() for _, make in descriptors]
+                run = dict(target="sm100", order=order, seed=seed)  # noqa: B023  called before they change
+                reports.append(emulate(self.kernel, (programs,), *made, *args, **self.options, **run))  # noqa: B023
+
+        monkeypatch.setattr(launch, "Variant", Emulated)
+        monkeypatch.setattr(launch, "_CALLS", {})
+        poison_free_memory(1 << 20, "cpu")
+        out, lse = launch.forward(
+            AttentionArgs(problem, q, k, v_apart, q_offsets, keys.offsets(), scale, True, False, schedule)
+        )
+        for report in reports:
+            report.raise_if_bad()
+        assert len(reports) == any(case.k_lengths)
+        assert_within_budget(out, close[0], expected[0], "out")
+        assert_within_budget(lse, close[1].float(), expected[1], "lse")
 
 
 def test_a_few_mutants_are_found():

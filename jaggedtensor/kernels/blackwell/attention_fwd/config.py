@@ -35,7 +35,7 @@ class Config:
     q_stages: int = 1
     pieces: int = 4  # that a block of P is made and stored in
     early: int = 0  # columns of P that are published before the rest: none, or three quarters
-    polynomials: int = 0  # pieces whose exponentials are polynomials
+    polynomials: int = 0  # pieces half of whose exponentials are polynomials
     limit: int = 8  # log2 units that a row's peak may grow by before O fades
     correction_columns: int = 32  # of O at a time
     correction_registers: int = 96  # of a thread: what the others leave
@@ -111,7 +111,6 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         limit=8 if problem.dtype == torch.bfloat16 else 7,
         # Loading bounds streams of a short query; tensor cores and exponentials a long one, these by half on SM103.
         early=96 if long else 0,
-        pieces=8 if by_polynomial else 4,
         polynomials=1 if by_polynomial else 0,
         correction_registers=256 if wide else 104 if long else 96,
         single_registers=24 if long else 32,

@@ -1,9 +1,10 @@
 """The role that turns a lane's scores into weights, and keeps the peaks and sums of its rows."""
 
-from jaggedtensor.kernels.blackwell.arithmetic import by_row, exp2_by_polynomial, folded, pieces_of
+from jaggedtensor.kernels.blackwell.arithmetic import by_row, exp2_by_polynomial, folded, halves, joined, pieces_of
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import add2, aggregate, fma2, gl, gluon, mbarrier
+from jaggedtensor.kernels.shared.softmax import STEEP
 from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, start_walk
 
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
@@ -58,19 +59,43 @@ class Rows:
     phase: gl.tensor
 
 
+@aggregate
+class Units:
+    """Raw scores to log2 units, and the raw scores at which something happens."""
+
+    exact: gl.tensor
+    coarse: gl.tensor  # the power of two nearest to it, see shared.softmax
+    grown: gl.tensor  # by which a peak may pass the one that O is relative to
+    steep: gl.tensor  # past which a peak takes the coarse unit
+
+    @gluon.jit
+    def of_rows(self, base):
+        """[M]: the unit of rows with these peaks."""
+        return gl.where(gl.abs(base) < self.steep, self.exact, self.coarse)
+
+
+@gluon.jit
+def units_of(scale, C: gl.constexpr):
+    return Units(scale.exact, scale.coarse, C.limit / scale.exact, STEEP / scale.exact)
+
+
 @gluon.jit
 def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr):
     """P = 2 ** (score * unit + shift) [128, N], in pieces, published; and its sums [128, 2]."""
     PIECES: gl.constexpr = C.pieces
     WIDTH: gl.constexpr = C.block_n // PIECES
-    # Evenly spread, so that they run beside the special function unit; they know no 0, which a masked score must give.
+    # They run beside the special function unit; they know no 0, which a masked score must give.
     POLYNOMIALS: gl.constexpr = 0 if MASK else C.polynomials
     weights = lane.weights(dtype)
     scores = pieces_of(score, PIECES)
     norm = None
     for i in gl.static_range(PIECES):
         x = fma2(scores[i], by_row(unit, scores[i]), by_row(shift, scores[i]))
-        p = exp2_by_polynomial(x) if POLYNOMIALS and i % (PIECES // POLYNOMIALS) == 1 else gl.exp2(x)
+        if i < POLYNOMIALS:
+            left, right = halves(x)
+            p = joined(gl.exp2(left), exp2_by_polynomial(right))
+        else:
+            p = gl.exp2(x)
         part = weights.slice(i * WIDTH, WIDTH)
         part.store(gl.convert_layout(p.to(dtype), part.get_reg_layout(), assert_trivial=True))
         norm = folded(p) if norm is None else add2(norm, folded(p))
@@ -81,7 +106,7 @@ def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def step(rows, lane, view, place, scale, dtype: gl.constexpr, C: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr):
+def step(rows, lane, view, place, units, dtype: gl.constexpr, C: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr):
     """One block of keys, at a place of the tile's range."""
     mbarrier.wait(lane.scored, rows.phase)
     score = lane.s.load()
@@ -90,9 +115,9 @@ def step(rows, lane, view, place, scale, dtype: gl.constexpr, C: gl.constexpr, F
     peak = gl.max(score, 1)
     if not FIRST:
         peak = gl.maximum(rows.peak, peak)
-        peak = gl.where((peak - rows.peak) * scale.exact > C.limit, peak, rows.peak)
+        peak = gl.where(peak - rows.peak > units.grown, peak, rows.peak)
     base = gl.where(peak == float("-inf"), 0.0, peak) if C.windowed else peak
-    unit = scale.of_rows(base)
+    unit = units.of_rows(base)
     if not FIRST:
         fade = gl.exp2((rows.peak - base) * unit)
         factor = lane.factor()
@@ -114,7 +139,7 @@ def tell(lane, peak, norm, phase):
 
 
 @gluon.jit
-def exponentiate(part: gl.constexpr, lane, view, scale, phase, heard, dtype: gl.constexpr, C: gl.constexpr):
+def exponentiate(part: gl.constexpr, lane, view, units, phase, heard, dtype: gl.constexpr, C: gl.constexpr):
     """All blocks that a lane has of a tile; the phase of `scored` after it."""
     STRIDE: gl.constexpr = 2 if C.streams else 1
     OFFSET: gl.constexpr = part if C.streams else 0
@@ -122,22 +147,22 @@ def exponentiate(part: gl.constexpr, lane, view, scale, phase, heard, dtype: gl.
     top = view.tile.kv_end - 1 - OFFSET
     none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lane.s.get_reg_layout()))
     rows = Rows(none, none, phase)
-    rows = step(rows, lane, view, top, scale, dtype, C, True, CUT)
+    rows = step(rows, lane, view, top, units, dtype, C, True, CUT)
     low, high = view.unmasked(C)
     place = top - STRIDE
     if C.windowed:
         many = gl.maximum(place - high + STRIDE, 0) // STRIDE
         for _ in range(many):
-            rows = step(rows, lane, view, place, scale, dtype, C, False, True)
+            rows = step(rows, lane, view, place, units, dtype, C, False, True)
             place -= STRIDE
     many = gl.maximum(place - low + STRIDE, 0) // STRIDE
     for _ in range(many):
-        rows = step(rows, lane, view, place, scale, dtype, C, False, False)
+        rows = step(rows, lane, view, place, units, dtype, C, False, False)
         place -= STRIDE
     if C.left:
         many = gl.maximum(place - view.tile.kv_begin + STRIDE, 0) // STRIDE
         for _ in range(many):
-            rows = step(rows, lane, view, place, scale, dtype, C, False, True)
+            rows = step(rows, lane, view, place, units, dtype, C, False, True)
             place -= STRIDE
     tell(lane, rows.peak, gl.sum(rows.norm, 1), heard)
     return rows.phase
@@ -148,12 +173,13 @@ def softmax_role(part: gl.constexpr, schedule, lane, scale, window, dtype: gl.co
     begin, end = my_range(schedule)
     walk = start_walk(schedule, begin, end)
     phase, heard = gl.to_tensor(0), gl.to_tensor(1)
+    units = units_of(scale, C)
     for t in range(begin, end):
         tile, span = walk.tile, walk.span
         if C.streams or has_rows(tile, span, part, C):
             view = View(schedule, tile, span, first_row(tile, part, C), window[0], window[1])
             if not C.streams or blocks_of(tile, part, C) > 0:
-                phase = exponentiate(part, lane, view, scale, phase, heard, dtype, C)
+                phase = exponentiate(part, lane, view, units, phase, heard, dtype, C)
             else:
                 nothing: gl.constexpr = gl.SliceLayout(1, lane.s.get_reg_layout())
                 peak = gl.full([ROWS], float("-inf"), gl.float32, nothing)
@@ -168,24 +194,25 @@ def softmax_wide_role(schedule, lanes, scale, window, dtype: gl.constexpr, C: gl
     begin, end = my_range(schedule)
     walk = start_walk(schedule, begin, end)
     phase0, phase1, heard = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1)
+    units = units_of(scale, C)
     none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lanes[0].s.get_reg_layout()))
     for t in range(begin, end):
         tile = walk.tile
         view = View(schedule, tile, walk.span, first_row(tile, 0, C), window[0], window[1])
         place = tile.kv_end - 1
-        rows = step(Rows(none, none, phase0), lanes[0], view, place, scale, dtype, C, True, True)
+        rows = step(Rows(none, none, phase0), lanes[0], view, place, units, dtype, C, True, True)
         phase0 = rows.phase
         for _ in range(blocks_of(tile, 0, C) - 1):
             rows = Rows(rows.peak, rows.norm, phase1)
-            rows = step(rows, lanes[1], view, place - 1, scale, dtype, C, False, C.windowed)
+            rows = step(rows, lanes[1], view, place - 1, units, dtype, C, False, C.windowed)
             phase1 = rows.phase
             place -= 2
             rows = Rows(rows.peak, rows.norm, phase0)
-            rows = step(rows, lanes[0], view, place, scale, dtype, C, False, C.windowed)
+            rows = step(rows, lanes[0], view, place, units, dtype, C, False, C.windowed)
             phase0 = rows.phase
         if place > tile.kv_begin:
             rows = Rows(rows.peak, rows.norm, phase1)
-            rows = step(rows, lanes[1], view, place - 1, scale, dtype, C, False, C.windowed)
+            rows = step(rows, lanes[1], view, place - 1, units, dtype, C, False, C.windowed)
             phase1 = rows.phase
         tell(lanes[0], rows.peak, gl.sum(rows.norm, 1), heard)
         heard = heard ^ 1
