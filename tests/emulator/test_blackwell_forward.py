@@ -77,9 +77,7 @@ def test_rings_of_any_depth(stages):
             family.run(case, order, seed, kv_stages=stages)
 
 
-@pytest.mark.parametrize(
-    "chosen", [{"early": 0}, {"pieces": 4, "polynomials": 0}, {"pieces": 8, "polynomials": 4}], ids=str
-)
+@pytest.mark.parametrize("chosen", [{"early": 0}, {"polynomials": 0}, {"polynomials": 4}, {"pieces": 8}], ids=str)
 def test_other_ways_to_publish_and_exponentiate(chosen):
     for case in (Case((300, 1), q_lengths=(200, 1), kind=J), Case((300, 1, 70), q_len=9)):
         for order, seed in schedules(1):
