@@ -13,6 +13,7 @@ from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
 from jaggedtensor.kernels.shared.delta import delta_of
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
+from jaggedtensor.kernels.shared.slack import clear_slack
 from jaggedtensor.problem import AttentionArgs
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -94,8 +95,10 @@ def new_gradient(x: Tensor, args: AttentionArgs, some: bool) -> Tensor:
     # Where sequences have as many queries as keys, each key is seen by the query at its place, whatever the window.
     itself = args.q_offsets is not None and args.q_offsets.data_ptr() == args.k_offsets.data_ptr()
     seen = itself or (args.q_offsets is None and not args.problem.windowed)
-    make = torch.empty_like if some and seen and not args.slack else torch.zeros_like
-    return make(x, memory_format=torch.contiguous_format)
+    if not (some and seen):
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return clear_slack(gradient, args.k_offsets) if args.slack else gradient
 
 
 def _key(args: AttentionArgs) -> Hashable | None:

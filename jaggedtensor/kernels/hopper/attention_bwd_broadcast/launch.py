@@ -12,6 +12,7 @@ from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, Con
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
+from jaggedtensor.kernels.shared.slack import clear_slack
 from jaggedtensor.problem import AttentionArgs
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -30,7 +31,7 @@ def backward(
     config = select(problem)
     q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
     with device_of(k):
-        dk, dv = (new_gradient(x, args.slack) for x in (k, v))
+        dk, dv = (new_gradient(x, args) for x in (k, v))
         if not tiles.shape[0]:
             return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
         programs = (worker_offsets.shape[0] - 1) * config.parts
@@ -84,10 +85,10 @@ def addressable(x: Tensor) -> Tensor:
     return x if takes(x) and 0 not in x.stride() else x.contiguous()
 
 
-def new_gradient(x: Tensor, slack: bool) -> Tensor:
+def new_gradient(x: Tensor, args: AttentionArgs) -> Tensor:
     """Contiguous; the kernel writes every row but those past the last sequence, which are 0."""
-    make = torch.zeros_like if slack else torch.empty_like
-    return make(x, memory_format=torch.contiguous_format)
+    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return clear_slack(gradient, args.k_offsets) if args.slack else gradient
 
 
 def sum_of_shares(shares: Tensor, q: Tensor, config: Config) -> Tensor:

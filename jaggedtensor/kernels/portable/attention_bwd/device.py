@@ -343,15 +343,3 @@ def store_share(dq, worker, dq_tile, C: tl.constexpr):
     row = tl.arange(0, C.block_m)
     places = dq.pointer + worker.to(tl.int64) * dq.batch + row * dq.row
     store_rows(places, dq_tile, row >= 0, C.head_dim, C.block_d)
-
-
-@triton.jit(do_not_specialize=["batch", "rows"])
-def clear_kernel(x, offsets, batch, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in the rows past the last sequence of a contiguous [rows, WIDTH]."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slack = (row >= tl.load(offsets + batch)) & (row < rows)
-    if tl.max(slack.to(tl.int32), 0) > 0:
-        for begin in range(0, WIDTH, 128):
-            column = begin + tl.arange(0, 128)
-            at = x + row[:, None] * WIDTH + column[None, :]
-            tl.store(at, tl.zeros([BLOCK, 128], x.dtype.element_ty), mask=slack[:, None] & (column < WIDTH)[None, :])

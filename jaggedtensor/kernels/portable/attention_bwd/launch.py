@@ -12,7 +12,6 @@ from torch import Tensor
 from jaggedtensor.kernels.portable.attention_bwd.config import Config, select
 from jaggedtensor.kernels.portable.attention_bwd.device import (
     broadcast_kernel,
-    clear_kernel,
     delta_kernel,
     keys_kernel,
     queries_kernel,
@@ -27,6 +26,7 @@ from jaggedtensor.kernels.portable.operands import (
 )
 from jaggedtensor.kernels.portable.tiling import Tiling
 from jaggedtensor.kernels.shared.rows import Operand
+from jaggedtensor.kernels.shared.slack import clear_kernel
 from jaggedtensor.problem import AttentionArgs, AttentionProblem, QueryKind
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
