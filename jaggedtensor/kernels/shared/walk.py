@@ -76,13 +76,22 @@ class Walk:
     span: Span
     ahead: Tile
     last: gl.tensor  # the CTA's last place in the schedule
+    mirror: gl.tensor  # first + last place of a CTA that walks from the last to the first, else -1
 
     @gluon.jit
-    def next(self, place):
-        """The walk at the tile after `place`."""
+    def next(self, t):
+        """The walk at the tile after tile `t`."""
         span = read_span(self.schedule, self.ahead.sequence)
-        ahead = read_tile(self.schedule, gl.minimum(place + 2, self.last))
-        return Walk(self.schedule, self.ahead, span, ahead, self.last)
+        ahead = read_tile(self.schedule, place_of(t + 2, self.last, self.mirror))
+        return Walk(self.schedule, self.ahead, span, ahead, self.last, self.mirror)
+
+
+@gluon.jit
+def place_of(t, last, mirror):
+    """Where tile `t` of a walk is in the schedule; the last one past the end, and somewhere within it for a CTA without
+    tiles."""
+    t = gl.minimum(t, last)
+    return gl.where(mirror < 0, t, gl.maximum(gl.minimum(mirror - t, last), 0))
 
 
 @gluon.jit
@@ -93,13 +102,13 @@ def my_range(schedule):
 
 
 @gluon.jit
-def start_walk(schedule, begin, end):
-    """At the tile `begin`."""
+def start_walk(schedule, begin, end, backwards=False):
+    """At the first tile of begin..end-1, or at the last if `backwards`; t counts from `begin` either way."""
     last = gl.maximum(end - 1, 0)
-    tile = read_tile(schedule, gl.minimum(begin, last))
-    return Walk(
-        schedule, tile, read_span(schedule, tile.sequence), read_tile(schedule, gl.minimum(begin + 1, last)), last
-    )
+    mirror = gl.where(backwards, begin + end - 1, -1)
+    tile = read_tile(schedule, place_of(begin, last, mirror))
+    ahead = read_tile(schedule, place_of(begin + 1, last, mirror))
+    return Walk(schedule, tile, read_span(schedule, tile.sequence), ahead, last, mirror)
 
 
 @gluon.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,8 @@ class Config:
     right: bool = False
     windowed: bool = False
     masked: bool = False  # by a list of blocks
+    turns: bool = False  # every second CTA of a team walks its tiles backwards
+    team: int = 1  # CTAs that share a head
     registers: int = LOADING  # of a thread of a consumer but the first
     splits: bool = False  # tiles may be cut between CTAs
     merge_rows: int = 16  # of a program that merges parts
@@ -99,10 +102,11 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         shape = dict(consumers=2, rows=ROWS, ctas=1)
     shape |= {name: value for name, value in chosen.items() if name in shape}
     ctas, block_m = shape["ctas"], shape["consumers"] * shape["rows"]
+    workers = problem.device.processors * ctas
     q_blocks = 1 if length is None else -(-length // block_m)
     block_n = chosen.get("block_n", 64 if (broadcast and q_blocks == 1) or ctas == 2 or wide > 128 else 128)
     # A query that stays for good needs no second buffer: each CTA has one head, see schedules.deal.
-    stays = broadcast and q_blocks == 1 and problem.device.processors * ctas % problem.kv_heads == 0
+    stays = broadcast and q_blocks == 1 and workers % problem.kv_heads == 0
     fields: dict[str, Any] = dict(
         **shape,
         block_n=block_n,
@@ -127,6 +131,9 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         right=problem.right != UNLIMITED,
         windowed=problem.windowed,
         masked=problem.masked,
+        # Not where tiles that are dealt one after another share their keys in the cache.
+        turns=broadcast and q_blocks == 1,
+        team=workers // math.gcd(problem.kv_heads, workers),
         registers=REGISTERS[shape["consumers"], ctas][1],
     )
     fields |= chosen

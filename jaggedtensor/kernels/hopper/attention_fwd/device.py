@@ -29,7 +29,7 @@ from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, sto
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block, sums_by_thread
-from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, read_span, start_walk
+from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, place_of, read_span, start_walk
 
 visible = gluon.jit(masks.visible.fn)
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
@@ -58,11 +58,25 @@ def query_of(tile, C: gl.constexpr):
 
 
 @gluon.jit
+def goes_back(C: gl.constexpr):
+    """Whether this CTA walks its tiles from the shortest to the longest.
+
+    Short tiles leave memory idle, long ones would take more than their share. So that not all CTAs have long ones first
+    and short ones last, every second one of a team turns its hand round; teams alike, as they read the same sequences.
+    """
+    if C.turns:
+        back = gl.program_id(0) % C.team % 2 == 1
+    else:
+        back = gl.to_tensor(False)
+    return back
+
+
+@gluon.jit
 def load_role(schedule, descriptors, channels, C: gl.constexpr):
     PARTS: gl.constexpr = C.consumers
     q_desc, k_desc, v_desc = descriptors
     begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+    walk = start_walk(schedule, begin, end, goes_back(C))
     q_at, k_at, v_at = channels.q.start(), channels.k.start(), channels.v.start()
     held = -1
     for t in range(begin, end):
@@ -321,7 +335,7 @@ def finish(acc, rows, staging, results, parts, slot, view, scale, C: gl.constexp
 @gluon.jit
 def consume_role(part: gl.constexpr, schedule, channels, results, parts, scale, window, C: gl.constexpr):
     begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+    walk = start_walk(schedule, begin, end, goes_back(C))
     at = channels.q.start()
     query = Query(channels.q.slot(at, part), at, gl.to_tensor(-1))
     work = no_work(channels, query.slot.buffer.dtype, C)
@@ -329,7 +343,7 @@ def consume_role(part: gl.constexpr, schedule, channels, results, parts, scale, 
     for t in range(begin, end):
         view = view_of(walk, part, window, C)
         walk = walk.next(t)
-        slot = gl.load(schedule.tiles + t * 8 + 7) if C.splits else -1
+        slot = gl.load(schedule.tiles + place_of(t, walk.last, walk.mirror) * 8 + 7) if C.splits else -1
         if has_rows(view, C):
             if not opened:
                 query = query_for(query, view, channels, part, C)
