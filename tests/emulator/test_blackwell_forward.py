@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
@@ -14,10 +16,10 @@ pytest.importorskip("greenlet")
 from jaggedtensor import JaggedTensor
 from jaggedtensor.kernels.blackwell.attention_fwd import launch
 from jaggedtensor.kernels.blackwell.plan import plan_forward
-from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.emulator import ORDERS, emulate
 from jaggedtensor.ops.attention import _window
 from jaggedtensor.ops.reference import attend_reference
-from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device
+from jaggedtensor.problem import UNLIMITED, AttentionArgs, AttentionProblem, Device
 from jaggedtensor.testing import AttentionCase
 from jaggedtensor.testing.budgets import assert_within_budget
 from jaggedtensor.testing.guards import poison_free_memory
@@ -82,6 +84,39 @@ def test_other_ways_to_publish_and_exponentiate(chosen):
     for case in (Case((300, 1), q_lengths=(200, 1), kind=J), Case((300, 1, 70), q_len=9)):
         for order, seed in schedules(1):
             family.run(case, order, seed, **chosen)
+
+
+@st.composite
+def drawn_cases(draw):
+    """Batches of a few blocks, with an empty and a one-token sequence somewhere, and every feature beside any other."""
+    others = draw(st.lists(st.integers(0, 400), min_size=1, max_size=2))
+    lengths = tuple(draw(st.permutations([0, 1, *others])))
+    kind, group = draw(st.sampled_from([B, P, J])), draw(st.sampled_from([1, 1, 2, 3]))
+    q_lengths = tuple(draw(st.integers(0, 300)) for _ in lengths) if kind is J else ()
+    dim, value_dim = draw(st.sampled_from([(64, 64), (64, 64), (128, 128), (40, 72), (192, 128)]))
+    limits = st.sampled_from([UNLIMITED, UNLIMITED, 0, 60, 200])
+    return Case(
+        lengths,
+        q_len=draw(st.sampled_from([1, 33, 128, 129])),
+        q_lengths=q_lengths,
+        kind=kind,
+        kv_heads=draw(st.sampled_from([1, 2])),
+        group=group,
+        dim=dim,
+        value_dim=value_dim,
+        left=draw(limits),
+        right=draw(limits),
+        processors=draw(st.integers(1, 4)),
+        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        spread=draw(st.sampled_from([1.0, 5.0])),
+        masked=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(case=drawn_cases(), order=st.sampled_from(ORDERS), seed=st.integers(0, 100))
+def test_any_batch_with_any_features(case, order, seed):
+    family.run(case, order, seed)
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
