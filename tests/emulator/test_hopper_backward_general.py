@@ -164,4 +164,8 @@ FAMILY = Family(
     "hopper backward",
     runner=run_some,
     modules=("jaggedtensor.kernels.hopper.attention_bwd.device",),
+    equivalent={
+        "Consumer.step: delete gl.barrier()": "it is never reached, see there",
+        "consume_role: move down tma.store_wait(0)": "V is released after it still, and K is not loaded before V may be",
+    },
 )

@@ -177,7 +177,6 @@ def reduce_role(schedule, dq_desc, channels, C: gl.constexpr):
             tma.store_wait(0)
             slot.release()
             at = after
-    tma.store_wait(0)
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
