@@ -166,6 +166,6 @@ FAMILY = Family(
     modules=("jaggedtensor.kernels.hopper.attention_bwd.device",),
     equivalent={
         "Consumer.step: delete gl.barrier()": "it is never reached, see there",
-        "consume_role: move down tma.store_wait(0)": "V is released after it still, and K is not loaded before V may be",
+        "consume_role: move down tma.store_wait(0)": "V is released after it, and K is not loaded before V may be",
     },
 )
