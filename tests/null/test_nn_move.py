@@ -36,7 +36,7 @@ def assert_same_numbers(padded, jagged, causal=False):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu], ids=["relu", "gelu", "silu"])
 def test_encoder_layer_gives_the_same_numbers(activation, norm_first, causal):
     torch.manual_seed(0)
     padded = nn.TransformerEncoderLayer(
