@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jaggedtensor.kernels.emulator import UnknownBuiltin, emulate
-from jaggedtensor.kernels.emulator.errors import OutOfBounds, Outstanding, OverBudget, Uninitialised
+from jaggedtensor.kernels.emulator import ORDERS, UnknownBuiltin, emulate
+from jaggedtensor.kernels.emulator.checks import Actor, store
+from jaggedtensor.kernels.emulator.errors import OutOfBounds, Outstanding, OverBudget, Race, Uninitialised
 from jaggedtensor.kernels.emulator.language.blackwell import tensor_view
 from jaggedtensor.kernels.emulator.memory import Holder, Memory, View, row_major, strided_footprint
 
@@ -44,6 +45,15 @@ def test_a_footprint_has_the_granules_of_its_elements_and_no_other(data):
     assert (footprint.low, footprint.high) == (min(touched), max(touched) + 1)
 
 
+class Stranger(Actor):
+    """Somebody who stores."""
+
+    label, clock, fenced, timeline = "somebody", [1], [], 0
+
+    def chain(self):
+        return ()
+
+
 def shared_view(shape, dtype=tl.float16):
     memory = Memory("shared", 0)
     size = torch.tensor(shape).prod().item() * 2
@@ -61,13 +71,18 @@ def test_views_slice_permute_and_reshape_as_torch_does():
     assert view.sliced(2, 0, 5).footprint().meets(view.sliced(2, 4, 4).footprint())
 
 
-def test_memory_that_is_given_back_is_given_out_again_poisoned():
+def test_memory_that_is_given_back_is_given_out_again_and_counts_as_not_written():
     memory, view = shared_view((64, 64))
-    view.write(memory, torch.ones(64, 64))
+    assert view.read(memory).isnan().all()
+    store(Stranger(), view, memory, torch.ones(64, 64))
+    footprint, log = view.footprint(), view.allocation.log
+    assert view.allocation.covers(footprint)
     del view
-    memory, (again, other) = memory, (memory.allocate("y", 8192, 16, ()), memory.allocate("z", 64, 16, ()))
+    again, other = memory.allocate("y", 8192, 16, ()), memory.allocate("z", 64, 16, ())
     assert (again.start, other.start) == (0, 8192)
-    assert memory.typed(torch.float16)[:4096].isnan().all()
+    assert not again.covers(footprint)
+    assert log.whole() is again.log
+    assert len(again.log.writes) == 1
     assert memory.allocate("w", 227 * 1024, 16, ()) is None
 
 
@@ -259,6 +274,41 @@ def test_shared_memory_has_its_budget():
     assert emulate(large_kernel, (1,), num_warps=4, BYTES=226 * 1024).raise_if_bad().shared_peak == 227 * 1024
     with pytest.raises(OverBudget, match="large needs 231425 bytes of shared memory; 1024 of 232448 are taken"):
         emulate(large_kernel, (1,), num_warps=4, BYTES=226 * 1024 + 1).raise_if_bad()
+
+
+@gluon.jit
+def looping_kernel(target, N, UNROLLED: gl.constexpr, WAIT: gl.constexpr):
+    for i in range(N):
+        large = gl.allocate_shared_memory(gl.float32, [1024, 32], SHARED)
+        tile = large.slice(0, ROWS)
+        if WAIT:
+            tma.store_wait(0)  # the last store may read until here, from the same bytes
+        tile.store(gl.full([ROWS, COLS], 1.0, gl.float32, LAYOUT))
+        fence_async_shared()
+        tma.async_store(target, [ROWS * i, 0], tile)
+    kept = ()
+    for _ in gl.static_range(UNROLLED):
+        kept += (gl.allocate_shared_memory(gl.float32, [64, 32], SHARED),)
+    for i in gl.static_range(UNROLLED):
+        kept[i].store(gl.full([64, 32], i, gl.float32, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])))
+    for i in gl.static_range(UNROLLED):
+        gl.device_assert(gl.max(gl.max(kept[i].load(LAYOUT), 1), 0) == i)
+    tma.store_wait(0)
+
+
+def test_a_loop_comes_to_the_same_buffer_and_an_unrolled_one_has_one_for_each_step():
+    def run(order="round_robin", **kwargs):
+        out = torch.zeros(80, 32)
+        target = TensorDescriptor.from_tensor(out, [16, 32], SHARED.value)
+        report = emulate(looping_kernel, (1,), target, 5, num_warps=4, order=order, **kwargs)
+        assert not report.ok or bool((out == 1).all())
+        return report
+
+    assert run(UNROLLED=4, WAIT=True).raise_if_bad().shared_peak == 131072 + 4 * 8192
+    for order in ORDERS:
+        run(order, UNROLLED=1, WAIT=True).raise_if_bad()
+        with pytest.raises(Race, match=r"(reads|writes) large while"):
+            run(order, UNROLLED=1, WAIT=False).raise_if_bad()
 
 
 @gluon.jit

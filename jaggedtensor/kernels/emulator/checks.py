@@ -35,10 +35,24 @@ def call_chain() -> tuple:
         code = frame.f_code
         if not code.co_filename.startswith(_HERE):
             chain.append((code, frame.f_lineno))
-        elif code.co_name in ("run_kernel", "run_worker"):
+        elif code.co_name == "run_worker":
             break
         frame = frame.f_back
     return tuple(chain)
+
+
+def call_site() -> tuple:
+    """Which place in the kernel this is: the instruction of each of its frames."""
+    frame: Any = sys._getframe(1)
+    places = []
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_HERE):
+            places.append((code, frame.f_lasti))
+        elif code.co_name == "run_worker":
+            break
+        frame = frame.f_back
+    return tuple(places)
 
 
 def lines_of(chain: tuple) -> list[str]:
@@ -164,8 +178,8 @@ def _subtract(records: list, footprint: Footprint) -> None:
 
 def on_read(actor: Actor, allocation: Allocation, footprint: Footprint, form: Any = None) -> None:
     """A read: of bytes written, and by nobody who might still be writing."""
-    clock = actor.clock
-    for record in _overlapping(allocation.writes, footprint):
+    clock, log = actor.clock, allocation.log.whole()
+    for record in _overlapping(log.writes, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "reads", "writes")
         elif form is not None and record.form is not None and form != record.form:
@@ -178,7 +192,7 @@ def on_read(actor: Actor, allocation: Allocation, footprint: Footprint, form: An
             _check_fence(actor, allocation, record, "reads", "stores")
     if not allocation.covers(footprint):
         _unwritten(actor, allocation, footprint)
-    reads = allocation.reads
+    reads = log.reads
     timeline = actor.timeline
     for record in reads:
         if record.timeline == timeline and record.mask & ~footprint.mask == 0 and seen(clock, timeline, record.time):
@@ -192,23 +206,23 @@ def on_read(actor: Actor, allocation: Allocation, footprint: Footprint, form: An
 
 def on_write(actor: Actor, allocation: Allocation, footprint: Footprint, form: Any = None) -> None:
     """A write: after every access that is there, and of bytes that then are valid."""
-    clock = actor.clock
-    for record in _overlapping(allocation.writes, footprint):
+    clock, log = actor.clock, allocation.log.whole()
+    for record in _overlapping(log.writes, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "writes", "writes")
         else:
             _check_fence(actor, allocation, record, "writes", "stores")
-    for record in _overlapping(allocation.reads, footprint):
+    for record in _overlapping(log.reads, footprint):
         if not seen(clock, record.timeline, record.time):
             _conflict(actor, allocation, record, "writes", "reads")
         else:
             _check_fence(actor, allocation, record, "writes", "loads")
-    _subtract(allocation.writes, footprint)
-    _subtract(allocation.reads, footprint)
+    _subtract(log.writes, footprint)
+    _subtract(log.reads, footprint)
     allocation.valid |= footprint.mask
     record = _record(actor, footprint)
     record.form = form
-    allocation.writes.append(record)
+    log.writes.append(record)
 
 
 def _record(actor: Actor, footprint: Footprint) -> Record:

@@ -87,6 +87,28 @@ class Record:
     form: Any = None  # of the view
 
 
+class Log:
+    """Accesses to some bytes that later ones are held against; buffers that have the same bytes in turn share it."""
+
+    def __init__(self):
+        self.writes: list[Record] = []
+        self.reads: list[Record] = []
+        self.into: Log | None = None  # what it has become a part of
+
+    def whole(self) -> "Log":
+        log = self
+        while log.into is not None:
+            log = log.into
+        return log
+
+    def join(self, other: "Log") -> None:
+        """The other becomes a part of this one."""
+        if other is not self:
+            self.writes += other.writes
+            self.reads += other.reads
+            other.into = self
+
+
 @dataclass(eq=False)
 class Allocation:
     """Bytes that a kernel allocated: who touches them, and which have been written."""
@@ -96,8 +118,7 @@ class Allocation:
     start: int
     nbytes: int
     where: tuple
-    writes: list = field(default_factory=list)
-    reads: list = field(default_factory=list)
+    log: Log = field(default_factory=Log)
     valid: int = 0  # a bit per granule that has been written
     half: bool = False  # tensor memory: 64 lanes, so that two fit in the same columns
 
@@ -119,6 +140,7 @@ class Memory:
         self.data = torch.full((LANES * LANE_BYTES if self.tensor else SHARED_BYTES,), POISON, dtype=torch.uint8)
         self.allocations: list[Allocation] = []
         self.dead: list[Allocation] = []  # given back, but accesses of theirs may still be under way
+        self.sites: dict[Any, Allocation] = {}  # the last allocation of each place in the kernel
         self.early: dict[int, Allocation] = {}  # by start: used by another CTA before this one has come to allocate it
         self.peak = 0
         self.peak_columns = 0
@@ -140,24 +162,47 @@ class Memory:
             at = max(at, -(-(allocation.start + allocation.nbytes) // alignment) * alignment)
         return at if at + size <= self.capacity else None
 
-    def allocate(self, name: str, size: int, alignment: int, where: tuple) -> Allocation | None:
-        """A poisoned buffer, or None where it does not fit."""
-        start = self.fit(size, alignment)
-        if start is None:
-            return None
+    def allocate(self, name: str, size: int, alignment: int, where: tuple, site: Any = None) -> Allocation | None:
+        """A buffer, poisoned if its bytes are fresh, or None where it does not fit.
+
+        The same `site` gets the same bytes again, as the compiled kernel has one buffer for it however often a loop
+        comes there.
+        """
+        before = self.sites.get(site)
+        if before is not None:
+            self.release(before)
+            start = before.start
+        else:
+            found = self.fit(size, alignment)
+            if found is None:
+                return None
+            start = found
         self.peak = max(self.peak, start + size)
         early = self.early.pop(start, None)
         if early is not None and early.nbytes == size:
-            self.allocations.append(early)
-            return early
-        allocation = Allocation(self, name, start, size, where)
-        for old in self.dead:
-            if old.start < start + size and start < old.start + old.nbytes:
-                allocation.writes += old.writes
-                allocation.reads += old.reads
+            allocation = early
+        else:
+            allocation = Allocation(self, name, start, size, where)
+            if not self._inherit(allocation):
+                self._poison(start, size)
         self.allocations.append(allocation)
-        self._poison(start, size)
+        if site is not None:
+            self.sites[site] = allocation
         return allocation
+
+    def _inherit(self, allocation: Allocation) -> bool:
+        """Accesses by those who had its bytes before count, also those that are still to come: for their sake the bytes
+        stay as they are. Whether there were any."""
+        start, end = allocation.start, allocation.start + allocation.nbytes
+        kept, found = [], False
+        for old in self.dead:
+            if old.start < end and start < old.start + old.nbytes:
+                allocation.log.join(old.log.whole())
+                found = True
+            if old.start < start or end < old.start + old.nbytes:
+                kept.append(old)
+        self.dead = kept
+        return found
 
     def at(self, other: Allocation) -> Allocation:
         """This CTA's buffer at the place of another CTA's: all of a kernel's buffers are there from its start."""
@@ -177,7 +222,7 @@ class Memory:
     def renew(self) -> None:
         """For the next CTA: nothing allocated, what was used poisoned."""
         self._poison(0, self.peak)
-        self.allocations, self.dead, self.early = [], [], {}
+        self.allocations, self.dead, self.early, self.sites = [], [], {}, {}
         self.peak = self.peak_columns = 0
 
     def _poison(self, start: int, size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import greenlet
 
 from jaggedtensor.kernels.emulator.barriers import Mbarrier
-from jaggedtensor.kernels.emulator.checks import Actor, Machine, call_chain, join, lines_of, seen
+from jaggedtensor.kernels.emulator.checks import Actor, Machine, call_chain, call_site, join, lines_of, seen
 from jaggedtensor.kernels.emulator.errors import KINDS, Finding
 from jaggedtensor.kernels.emulator.memory import Memory
 from jaggedtensor.kernels.emulator.report import Event, Report, RoleStats
@@ -73,6 +73,7 @@ class Role(Actor):
         self.products: list = []  # wgmma groups, oldest first
         self.copies: list = []  # cp.async of the group that is not yet committed
         self.copy_groups: list = []
+        self.unrolled: list[int] = []  # where it is in loops that the compiler unrolls
         self.has_initialised = False  # barriers of a cluster, and the others have not been told
         self.stats = RoleStats(name, cta.rank)
         cluster.roles.append(self)
@@ -93,6 +94,10 @@ class Role(Actor):
             self.cluster.switch()
             self.blocked_on = self.why = None
             self.where = ()
+
+    def site(self) -> tuple:
+        """Which place in the kernel this is, for what the compiler makes once for each."""
+        return (self.name, tuple(self.unrolled), *call_site())
 
     def lane(self) -> Lane:
         """For an operation that is ordered with no other: a lane whose last operation this role has seen the end of."""

@@ -242,7 +242,7 @@ def allocate_tensor_memory(element_ty, shape, layout, value=None):
     chain = call_chain()
     name = name_of(chain, f"tensor memory of line {chain[0][1] if chain else '?'}")
     memory = role.cta.tensor
-    allocation = memory.allocate(name, columns, 1, chain)
+    allocation = memory.allocate(name, columns, 1, chain, role.site())
     if allocation is not None:
         allocation.half = where.half
     taken = sum(a.nbytes / (2 if a.half else 1) for a in memory.allocations)

@@ -67,7 +67,14 @@ emulates("tl.range")(loop)
 
 @emulates("both.static_range")
 def static_range(*bounds, **hints):
-    return builtins.range(*bounds)
+    """Unrolled: each step is a place of its own."""
+    unrolled = current().unrolled
+    for i in builtins.range(*bounds):
+        unrolled.append(i)
+        try:
+            yield i
+        finally:
+            unrolled.pop()
 
 
 def least(*values):

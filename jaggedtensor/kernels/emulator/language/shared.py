@@ -290,7 +290,7 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
     memory = role.cta.shared
     # TMA needs 128 bytes, and swizzled buffers 8 rows of their pattern: 1024 bytes at 128-byte swizzling.
     swizzle = layout.swizzle_byte_width if isinstance(layout, NVMMASharedLayout) else 0
-    allocation = memory.allocate(name, size, max(16, 8 * swizzle) if size > 16 else 8, chain)
+    allocation = memory.allocate(name, size, max(16, 8 * swizzle) if size > 16 else 8, chain, role.site())
     if allocation is None:
         role.machine.fatal(
             "budget",
