@@ -44,7 +44,7 @@ def assert_as_eager(module, compiled, *inputs):
 def test_layer_and_pool_are_one_graph_for_all_batches():
     torch.manual_seed(0)
     module = Model()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for number, lengths in enumerate(BATCHES[:3]):
         jt = make_jagged(lengths, 8, dtype=torch.float32, slack=1)
