@@ -74,9 +74,10 @@ def test_keyless_sequences_among_others_in_any_order(dim):
     lengths = [draw.choice([0, 1, 127, 128, 129, 1024]) for _ in range(256)]
     for query in (64, [draw.choice([0, 1, 64, 65]) for _ in lengths]):
         call = Call.random(lengths, query, dims=(dim, dim))
-        first = check(call)
+        first = check(call, deterministic=True)
         for _ in range(50):
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(call.run(BACKEND), first, strict=True))
+            again = call.run(BACKEND, deterministic=True)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, first, strict=True))
 
 
 @pytest.mark.sanitize
@@ -122,6 +123,7 @@ def test_many_sequences_of_one_block(length):
     """EMP-16: the same bits each time."""
     for query in (32, [1] * 512):
         call = Call.random([length] * 512, query, heads=(2, 2), dims=(128, 128))
-        first = check(call)
+        first = check(call, deterministic=True)
         for _ in range(25):
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(call.run(BACKEND), first, strict=True))
+            again = call.run(BACKEND, deterministic=True)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, first, strict=True))
