@@ -280,6 +280,7 @@ def test_offsets_of_either_width_and_both():
     for mine, theirs in itertools.product([torch.int32, torch.int64], repeat=2):
         call = Call.random((70, 0, 33), (5, 9, 64), offsets_dtype=theirs, causal=True)
         query = JaggedTensor(call.query.values(), call.query.offsets().to(mine))
-        results.append(Call(query, call.keys, call.values, call.options, call.grad_out, call.grad_lse).run(BACKEND, deterministic=True))
+        other = Call(query, call.keys, call.values, call.options, call.grad_out, call.grad_lse)
+        results.append(other.run(BACKEND, deterministic=True))
     for other in results[1:]:
         assert_equal_bits(other, results[0])
