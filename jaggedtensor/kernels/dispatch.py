@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -87,9 +86,7 @@ def nothing_more(problem: AttentionProblem) -> list[str]:
     return []
 
 
-@functools.cache
-def triton_version() -> tuple[int, int]:
-    """Of the package that would be imported, without importing it; (0, 0) if there is none."""
+def _triton_version() -> tuple[int, int]:
     names = ("triton", "pytorch-triton", "pytorch-triton-rocm") if HAS_TRITON else ()
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -97,6 +94,14 @@ def triton_version() -> tuple[int, int]:
             if found:
                 return int(found[1]), int(found[2])
     return 0, 0
+
+
+_TRITON_VERSION = _triton_version()  # once: torch.compile looks on while an implementation is chosen
+
+
+def triton_version() -> tuple[int, int]:
+    """Of the package that would be imported, without importing it; (0, 0) if there is none."""
+    return _TRITON_VERSION
 
 
 _LAUNCHERS: dict[str, ModuleType] = {}  # imported so far

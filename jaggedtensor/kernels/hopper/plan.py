@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
@@ -75,6 +75,8 @@ def plan_forward(
 def cuts_pay(problem: AttentionProblem, config: Config, keys: JaggedLayout) -> bool:
     """Whether the host knows that the longest tile is worth cutting: it takes a CTA twice its share, and longer than a
     merge does."""
+    if torch.compiler.is_compiling():  # which would compile anew for each batch
+        return False
     longest, tokens = keys.longest_on_host, keys.known_num_tokens
     workers, lines = problem.device.processors * config.ctas, problem.kv_heads * config.q_blocks
     if longest is None or tokens is None:
@@ -83,7 +85,6 @@ def cuts_pay(problem: AttentionProblem, config: Config, keys: JaggedLayout) -> b
     return blocks >= LONG and 2 * tokens * lines <= longest * workers
 
 
-@functools.lru_cache(maxsize=512)
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
     family = broadcast if problem.query is QueryKind.BROADCAST else general

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
 ROWS = 64  # of a warpgroup's MMA
@@ -86,9 +88,12 @@ def block_of(dim: int) -> int:
     return max(64, 1 << (dim - 1).bit_length())
 
 
-@functools.lru_cache(maxsize=512)
 def select(problem: AttentionProblem, **chosen: int) -> Config:
     """A pure function of the problem. `chosen` fields are taken as they are, for measurements."""
+    return _select(problem, **chosen) if torch.compiler.is_compiling() else _remembered(problem, **chosen)
+
+
+def _select(problem: AttentionProblem, **chosen: int) -> Config:
     d, dv, group = block_of(problem.head_dim), block_of(problem.value_dim), 1 << (problem.group - 1).bit_length()
     wide, length = max(d, dv), None if problem.q_len is None else problem.q_len * group
     broadcast, tma_store = problem.query is QueryKind.BROADCAST, group == problem.group
@@ -144,3 +149,6 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     assert config.kv_stages >= 2, config
     assert config.shared_memory <= budget(ctas), config
     return config
+
+
+_remembered = functools.lru_cache(maxsize=512)(_select)  # which torch.compile would warn of

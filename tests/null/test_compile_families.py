@@ -1,0 +1,40 @@
+"""torch.compile traces how a call is planned for GPUs that are not there: no graph break, no warning."""
+
+import pytest
+import torch
+
+from jaggedtensor import JaggedTensor, attend
+from jaggedtensor.kernels import cpu, dispatch
+from jaggedtensor.problem import AttentionProblem, Device
+
+
+def self_attention(keys):
+    return attend(keys, keys, causal=True).values()
+
+
+@pytest.mark.parametrize(("arch", "name"), [((8, 0), "portable"), ((9, 0), "hopper")], ids=str)
+@pytest.mark.parametrize("train", [False, True])
+def test_planning_for_a_gpu_is_traced(monkeypatch, arch, name, train):
+    if name == "hopper" and dispatch.triton_version() < dispatch.GLUON_NEEDS:
+        pytest.skip("needs Gluon")
+    if not dispatch.HAS_TRITON:
+        pytest.skip("needs Triton")
+    device = Device("cuda", arch, 132, 227 << 10)
+    for method in ("of", "_look_up"):
+        monkeypatch.setattr(Device, method, classmethod(lambda cls, _: device))
+    monkeypatch.setattr("jaggedtensor.problem._PROBLEMS", {})
+    for family in ("hopper", "portable"):  # what runs in the end
+        monkeypatch.setitem(dispatch._LAUNCHERS, family, cpu)
+    torch._dynamo.reset()
+    keys = JaggedTensor.from_lengths(torch.randn(105, 2, 64).bfloat16(), torch.tensor([30, 0, 70, 5]))
+    query = torch.randn(40, 2, 64).bfloat16().requires_grad_(train)
+    problem = AttentionProblem.of(query, keys.values(), keys.values(), None, -1, -1, False)
+    assert dispatch.choose(problem).implementation.name == name
+    for function, args in ((attend, (query, keys)), (self_attention, (keys,))):
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*args), function(*args))
+    if train:
+        compiled = torch.compile(attend, backend="eager", fullgraph=True)
+        (grad,) = torch.autograd.grad(compiled(query, keys).sum(), [query])
+        (expected,) = torch.autograd.grad(attend(query, keys).sum(), [query])
+        torch.testing.assert_close(grad, expected)
