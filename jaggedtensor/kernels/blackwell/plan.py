@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
+from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
 from jaggedtensor.problem import AttentionProblem
-from jaggedtensor.schedules.types import ScheduleKind
+from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
@@ -40,13 +42,13 @@ def plan_forward(
     select: Callable[[AttentionProblem], forward.Config] = forward.select,
 ) -> list[Tensor]:
     """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to one
-    CTA for each multiprocessor."""
+    CTA for each multiprocessor; or, where CTAs ask for the next one, their count in place of worker offsets."""
     config = select(problem)
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
     schedule = keys.schedule(
-        ScheduleKind.ZIGZAG,
+        ScheduleKind.DYNAMIC if config.answers else ScheduleKind.ZIGZAG,
         q_len=q_len,
         heads=problem.kv_heads,
         group=config.group,
@@ -60,8 +62,34 @@ def plan_forward(
         q_rows=q_rows,
         **mask,
     )
-    assert schedule.worker_offsets is not None
-    found = [schedule.tiles, schedule.worker_offsets]
+    owners = schedule.count if config.answers else schedule.worker_offsets
+    assert owners is not None
+    found = [schedule.tiles, owners]
     if block_mask is not None:  # the list is None where nothing has any work
         found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
     return found
+
+
+@functools.lru_cache(maxsize=512)
+def backward_lacks(problem: AttentionProblem) -> list[str]:
+    """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
+    return broadcast.lacks(problem)
+
+
+def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
+    """Tiles and worker offsets: equal ranges of the KV blocks of each head, over all sequences."""
+    config = broadcast.select(problem)
+    assert problem.q_len is not None
+    schedule = keys.schedule(
+        ScheduleKind.STREAM_K,
+        axis=TileAxis.KEY,
+        q_len=problem.q_len,
+        heads=problem.kv_heads,
+        group=problem.group,
+        block_q=broadcast.ROWS,
+        block_kv=config.block_n,
+        workers=problem.kv_heads * config.workers,
+        rows=rows,
+    )
+    assert schedule.worker_offsets is not None
+    return [schedule.tiles, schedule.worker_offsets]
