@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jaggedtensor.errors import fail
 from jaggedtensor.kernels.hopper.attention_fwd.config import Config, select
 from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel, merge_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
-from jaggedtensor.kernels.shared.ragged import ragged, strides_fit
+from jaggedtensor.kernels.shared.ragged import MOST_ROWS, ragged, strides_fit
 from jaggedtensor.problem import AttentionArgs
 
 SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
@@ -69,6 +70,11 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
             return out, lse
     else:  # what no tile writes is filled by the kernel
         out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
+    most = max(k.shape[0], q.shape[0], args.batch_size * (problem.q_len or 0))
+    if most > MOST_ROWS.value:
+        fail(
+            "rows of a tensor", f"at most {MOST_ROWS.value}", most, "use backend='portable'", error=NotImplementedError
+        )
     places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
     if q_offsets is not None:
         places |= q_offsets.data_ptr()
