@@ -1,23 +1,37 @@
-"""Arithmetic of scores in backward kernels: what keeps an exponential and a rounding finite."""
+"""What launchers of the backward pass for a broadcast query have in common."""
 
-from triton.language.core import PropagateNan
+from __future__ import annotations
 
-from jaggedtensor.kernels.shared.dsl import gl, gluon
+import torch
+from torch import Tensor
 
-KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-LARGEST_HALF: gl.constexpr = gl.constexpr(65504.0)
+from jaggedtensor.kernels.shared.ragged import takes
+from jaggedtensor.kernels.shared.slack import clear_slack
+from jaggedtensor.problem import AttentionArgs
 
-
-@gluon.jit
-def at_most(x, most):
-    """The lesser, and NaN if x is."""
-    return gl.minimum(x, most, propagate_nan=KEEP_NAN)
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-@gluon.jit
-def rounded(ds, dtype: gl.constexpr):
-    """dS in the dtype of the operands. Of a key past the end it must not be inf in fp16, since inf * 0 is NaN."""
-    if dtype == gl.float16:
-        ds = at_most(-at_most(-ds, LARGEST_HALF), LARGEST_HALF)
-    return ds.to(dtype)
+def chosen(dq: Tensor, dk: Tensor, dv: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
+    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None
+
+
+def addressable(x: Tensor) -> Tensor:
+    """The same for TMA: a copy where it cannot address the tensor, or rows are expanded."""
+    return x if takes(x) and 0 not in x.stride() else x.contiguous()
+
+
+def new_gradient(x: Tensor, args: AttentionArgs) -> Tensor:
+    """Contiguous; the kernel writes every row but those past the last sequence, which are 0."""
+    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return clear_slack(gradient, args.k_offsets) if args.slack else gradient
+
+
+def sum_of_shares(shares: Tensor, q: Tensor, group: int) -> Tensor:
+    """dQ `[Lq, Hq, D]` of shares `[Hkv, workers, rows, columns]` of its packed rows: over the workers in their order,
+    and rounded once."""
+    length, heads, dim = q.shape
+    packed = shares.sum(1)[:, : length * group, :dim].unflatten(1, (length, group))  # (Hkv, Lq, group, D)
+    dq = torch.empty(length, heads, dim, dtype=q.dtype, device=q.device)
+    dq.view(length, -1, group, dim).copy_(packed.transpose(0, 1))
+    return dq

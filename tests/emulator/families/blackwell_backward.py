@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: list[int], scale: float) -
     """out `[B, Lq, Hq, Dv]` and lse `[B, Hq, Lq]` in the dtype of the operands; 0 for a sequence without keys."""
     group = q.shape[1] // k.shape[1]
     outs, lses = [], []
-    for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for begin, end in pairwise(offsets):
         key, value = (x[begin:end].repeat_interleave(group, 1) for x in (k, v))
         score = scale * torch.einsum("ihd,jhd->hij", q, key)
         lses.append(score.logsumexp(2) if end > begin else score.sum(2))

@@ -33,6 +33,7 @@ and a finite dS, which meets K = 0 in dQ. A query row that is not there has an l
 """
 
 from jaggedtensor.kernels.blackwell.arithmetic import pieces_of
+from jaggedtensor.kernels.shared.arithmetic import LOG2_E, at_most, rounded
 from jaggedtensor.kernels.shared.dsl import (
     TensorMemoryLayout,
     aggregate,
@@ -50,7 +51,6 @@ from jaggedtensor.kernels.shared.dsl import (
     tensor_memory_descriptor,
     tma,
 )
-from jaggedtensor.kernels.shared.gradients import LOG2_E, at_most, rounded
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, my_range, start_walk

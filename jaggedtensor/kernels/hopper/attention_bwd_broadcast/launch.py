@@ -8,14 +8,12 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, Config, select
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
 from jaggedtensor.kernels.shared.direct import launch
-from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
-from jaggedtensor.kernels.shared.slack import clear_slack
+from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, new_gradient, sum_of_shares
+from jaggedtensor.kernels.shared.ragged import device_of, ragged
 from jaggedtensor.problem import AttentionArgs
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def backward(
@@ -66,7 +64,8 @@ def backward(
             ),
             config.options,
         )
-        return chosen(sum_of_shares(shares, q, config), dk, dv, needs)
+        shares = shares.view(problem.kv_heads, config.workers, config.parts * ROWS, config.block_d)
+        return chosen(sum_of_shares(shares, q, config.group), dk, dv, needs)
 
 
 def _key(args: AttentionArgs, with_lse: bool) -> Hashable | None:
@@ -74,28 +73,3 @@ def _key(args: AttentionArgs, with_lse: bool) -> Hashable | None:
     tiles, worker_offsets = args.schedule
     places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
     return None if places % 16 else (args.problem, args.k_offsets.dtype, with_lse)
-
-
-def chosen(dq: Tensor, dk: Tensor, dv: Tensor, needs: tuple[bool, bool, bool]) -> Gradients:
-    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None
-
-
-def addressable(x: Tensor) -> Tensor:
-    """The same for TMA: a copy where it cannot address the tensor, or rows are expanded."""
-    return x if takes(x) and 0 not in x.stride() else x.contiguous()
-
-
-def new_gradient(x: Tensor, args: AttentionArgs) -> Tensor:
-    """Contiguous; the kernel writes every row but those past the last sequence, which are 0."""
-    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return clear_slack(gradient, args.k_offsets) if args.slack else gradient
-
-
-def sum_of_shares(shares: Tensor, q: Tensor, config: Config) -> Tensor:
-    """dQ `[Lq, Hq, D]`: over the workers of each head in their order, and rounded once."""
-    length, heads, dim = q.shape
-    total = shares.view(-1, config.workers, config.parts * ROWS, config.block_d).sum(1)  # (Hkv, rows, D)
-    packed = total[:, : length * config.group, :dim].unflatten(1, (length, config.group))  # (Hkv, Lq, group, D)
-    dq = torch.empty(length, heads, dim, dtype=q.dtype, device=q.device)
-    dq.view(length, -1, config.group, dim).copy_(packed.transpose(0, 1))
-    return dq

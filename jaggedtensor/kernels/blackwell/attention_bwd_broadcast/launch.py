@@ -1,0 +1,72 @@
+"""Launches the backward kernel for a broadcast query. Its arguments are checked already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.config import HALF, ROWS, select
+from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device import broadcast_kernel
+from jaggedtensor.kernels.shared.delta import delta_of
+from jaggedtensor.kernels.shared.direct import launch
+from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, new_gradient, sum_of_shares
+from jaggedtensor.kernels.shared.ragged import device_of, ragged
+from jaggedtensor.problem import AttentionArgs
+
+
+def backward(
+    args: AttentionArgs,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: tuple[bool, bool, bool],
+) -> Gradients:
+    """dQ, dK and dV, all of which come from one pass; those in `needs` are given back."""
+    problem, (tiles, worker_offsets) = args.problem, args.schedule
+    config = select(problem)
+    q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
+    with device_of(k):
+        dk, dv = (new_gradient(x, args) for x in (k, v))
+        if not tiles.shape[0]:
+            return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
+        programs = worker_offsets.shape[0] - 1
+        rows, heads = ROWS // config.group, config.group
+        shares = k.new_empty(problem.kv_heads, config.workers, ROWS, config.block_d, dtype=torch.float32)
+        launch(
+            broadcast_kernel,
+            programs,
+            _key(args),
+            (
+                ragged(q, rows, heads, config.block_d),
+                ragged(k, config.block_n, 1, config.block_d),
+                ragged(v, config.block_n, 1, config.block_dv),
+                ragged(grad_out.flatten(0, 1), rows, heads, config.block_dv),
+                ragged(dk, config.block_n, 1, HALF),
+                ragged(dv, config.block_n, 1, HALF),
+            ),
+            (
+                lse.contiguous(),
+                delta_of(out, grad_out, grad_lse),
+                shares,
+                tiles,
+                worker_offsets,
+                args.k_offsets,
+                problem.q_len,
+                args.scale * math.log2(math.e),
+                args.scale,
+                config,
+            ),
+            config.options,
+        )
+        return chosen(sum_of_shares(shares, q, config.group), dk, dv, needs)
+
+
+def _key(args: AttentionArgs) -> Hashable | None:
+    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
+    tiles, worker_offsets = args.schedule
+    places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
+    return None if places % 16 else (args.problem, args.k_offsets.dtype)
