@@ -71,8 +71,8 @@ class _Recorder:
         self.launches.append((self, programs, [make() for _, make in descriptors], args))
 
 
-def compile_forward(device: Device, case: AttentionCase) -> tuple[Any, Config]:
-    """The compiled kernel that a case would launch, and its configuration."""
+def compile_forward(device: Device, case: AttentionCase, **chosen: int) -> tuple[Any, Config]:
+    """The compiled kernel that a case would launch, and its configuration, with `chosen` fields."""
     query, keys, values = case.inputs()
     q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
     q_offsets = query.offsets() if isinstance(query, JaggedTensor) else None
@@ -82,11 +82,13 @@ def compile_forward(device: Device, case: AttentionCase) -> tuple[Any, Config]:
     schedule = [torch.zeros(8, 8, dtype=torch.int32), torch.zeros(device.processors + 1, dtype=torch.int32)]
     _Recorder.launches.clear()
     with patch.object(forward, "Variant", _Recorder), patch.object(forward, "_CALLS", {}):
-        forward.forward(AttentionArgs(problem, q, k, v, q_offsets, keys.offsets(), 0.1, False, True, schedule))
-    ((variant, programs, descriptors, args),) = _Recorder.launches
+        args = AttentionArgs(problem, q, k, v, q_offsets, keys.offsets(), 0.1, False, True, schedule)
+        config = select(problem, **chosen)
+        forward.forward(args, config)
+    ((variant, programs, descriptors, arguments),) = _Recorder.launches
     with _compiling_for(GPUTarget("cuda", device.arch[0] * 10 + device.arch[1], 32)):
-        made = variant.kernel.warmup(*descriptors, *args, grid=(programs,), **variant.options)
-    return made, select(problem)
+        made = variant.kernel.warmup(*descriptors, *arguments, grid=(programs,), **variant.options)
+    return made, config
 
 
 def _run_tool(name: str, data: bytes, *arguments: str) -> str:

@@ -44,6 +44,17 @@ def test_forward_compiles_within_its_budgets(device, case):
     assert roles["mma"][0]["UTCHMMA"] == 2 * (config.block_d + config.block_n) // 16
 
 
+@pytest.mark.parametrize("name", ["streams 128", "tiles 128", "wide 256"])
+def test_ctas_that_ask_for_their_tiles_fit_too(name):
+    made, config = compile_forward(*CASES[name], answers=2)
+    assert made.metadata.shared <= config.shared_memory <= SHARED_MEMORY
+    assert {config.correction_registers, config.softmax_registers, config.single_registers} <= set(registers_of(made))
+    assert "clusterlaunchcontrol.try_cancel" in made.asm["ptx"]
+    roles = roles_of(made, config)
+    for body in roles["softmax"] + roles["mma"] + roles["load"]:
+        assert not body["STL"] + body["LDL"], body
+
+
 def test_a_short_query_is_not_padded_to_two_tiles():
     for rows, group in ((1, 1), (128, 1), (32, 4), (43, 3)):
         problem = AttentionProblem(B, rows // group or 1, group, 1, 128, 128, torch.bfloat16, B200)

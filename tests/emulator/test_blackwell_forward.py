@@ -29,6 +29,7 @@ FAMILY = Path(__file__).parent / "families" / "blackwell_forward.py"
 family = load_module(str(FAMILY))
 Case, B, P, J = family.Case, family.B, family.P, family.J
 SEEDS = 3
+ASKING = ["streams of two heads, groups of two", "wide, of a jagged query, causal", "tiles", "tiles, causal"]
 CASES = {
     "streams": Case((150, 0, 600, 1, 300, 129), processors=2),
     "streams of two heads, groups of two": Case((129, 5, 513), q_len=37, kv_heads=2, group=2),
@@ -70,6 +71,12 @@ LAUNCHED = {
 def test_values_are_right_under_every_order(case):
     for order, seed in schedules(SEEDS):
         family.run(case, order, seed)
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_ctas_that_ask_for_their_tiles(name):
+    for order, seed in schedules(SEEDS):
+        family.run(CASES[name], order, seed, answers=2)
 
 
 @pytest.mark.parametrize("stages", [3, 4, 8])

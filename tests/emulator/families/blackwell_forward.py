@@ -131,7 +131,7 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
     tiles, worker_offsets, *listed = plan_forward(
         problem, layout, q_layout, rows, len(q), mask, select=lambda _: config
     )
-    if case.backwards:
+    if case.backwards and not config.answers:
         for begin, end in pairwise(worker_offsets.tolist()):
             tiles[begin:end] = tiles[begin:end].flip(0)
     per_query = (configuration.ROWS // config.group, config.group)
@@ -140,7 +140,7 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
     log2_scale = scale * math.log2(math.e)
     report = emulate(
         forward_kernel,
-        (worker_offsets.shape[0] - 1,),
+        (tiles.shape[0] if config.answers else worker_offsets.shape[0] - 1,),
         *(ragged(*block)[1]() for block in (*blocks, (out, *per_query, config.out_columns))),
         out,
         lse,
@@ -194,6 +194,7 @@ MUTATED = (
     (Case((130, 300, 129), q_len=130, processors=1), {}),
     (Case((64, 1, 0, 300, 200), kv_heads=2, q_len=3, dim=256, processors=1, spread=5.0), {"kv_stages": 3}),
     (Case((65, 1, 140, 200), kind=P, q_len=3, value_dim=136, processors=1, backwards=True), {}),
+    (Case((130, 1, 0, 300, 7), q_lengths=(5, 130, 130, 9, 300), kind=J), {"answers": 2}),
 )
 EARLIER = "a step earlier, past what only computes"
 EQUIVALENT = {
@@ -209,10 +210,10 @@ def run_all(order: str, seed: int) -> None:
         run(case, order, seed, **chosen)
 
 
-MODULES = ("device", "lanes", "softmax", "correction")
+MODULES = ("walk", *(f"attention_fwd.{name}" for name in ("device", "lanes", "softmax", "correction")))
 FAMILY = Family(
     "blackwell forward",
     runner=run_all,
-    modules=[f"jaggedtensor.kernels.blackwell.attention_fwd.{name}" for name in MODULES],
+    modules=[f"jaggedtensor.kernels.blackwell.{name}" for name in MODULES],
     equivalent=EQUIVALENT,
 )

@@ -41,6 +41,7 @@ class Config:
     correction_registers: int = 96  # of a thread: what the others leave
     softmax_registers: int = 192
     single_registers: int = 32  # of the roles of one warp
+    answers: int = 0  # of the launch control, on their way; 0: the schedule says whose a tile is
     staging: int = 1  # buffers for O on its way out
     out_columns: int = 128  # of each
     tma_store: bool = True  # O leaves by TMA: not where rows of a tile are nobody's, beside heads of the next group
@@ -68,7 +69,7 @@ class Config:
         """Bytes, at most: Q, the ring of K and V, staging for O, peaks, sums, mbarriers (each padded to 16 bytes)."""
         rows = ROWS * (self.q_parts * self.q_stages * self.block_d + self.staging * self.out_columns)
         elements = rows + self.kv_stages * self.block_n * self.block_d
-        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 7
+        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 7 + 3 * self.answers
         return 2 * elements + 4 * 2 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property

@@ -2,10 +2,10 @@
 
 from jaggedtensor.kernels.blackwell.arithmetic import by_row
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
+from jaggedtensor.kernels.blackwell.walk import start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, fence_async_shared, fma2, gl, gluon, mbarrier, mul2, tma
 from jaggedtensor.kernels.shared.epilogue import store_by_pointers, store_statistics
 from jaggedtensor.kernels.shared.ragged import ragged_place
-from jaggedtensor.kernels.shared.walk import my_range, start_walk
 
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
@@ -119,11 +119,10 @@ def finish_streams(lanes, told, both, staging, results, tile, span, first, scale
 
 
 @gluon.jit
-def correct_streams_role(schedule, lanes, staging, results, scale, C: gl.constexpr):
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+def correct_streams_role(source, lanes, staging, results, scale, C: gl.constexpr):
+    walk = start_walk(source)
     phase0, phase1, ended = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    for t in range(begin, end):
+    while walk.more:
         tile, span = walk.tile, walk.span
         steps0, steps1 = blocks_of(tile, 0, C), blocks_of(tile, 1, C)
         mbarrier.arrive(lanes[0].weighted, count=1)
@@ -137,17 +136,16 @@ def correct_streams_role(schedule, lanes, staging, results, scale, C: gl.constex
         ended = ended ^ 1
         first = first_row(tile, 0, C)
         finish_streams(lanes, told, steps1 > 0, staging.index(0), results, tile, span, first, scale, C)
-        walk = walk.next(t)
+        walk = walk.next()
     tma.store_wait(0)
 
 
 @gluon.jit
-def correct_tiles_role(schedule, lanes, staging, results, scale, C: gl.constexpr):
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+def correct_tiles_role(source, lanes, staging, results, scale, C: gl.constexpr):
+    walk = start_walk(source)
     phase0, phase1 = gl.to_tensor(0), gl.to_tensor(0)
     ended0, ended1 = gl.to_tensor(0), gl.to_tensor(0)
-    for t in range(begin, end):
+    while walk.more:
         tile, span = walk.tile, walk.span
         both = has_rows(tile, span, 1, C)
         mbarrier.arrive(lanes[0].weighted, count=1)
@@ -165,7 +163,7 @@ def correct_tiles_role(schedule, lanes, staging, results, scale, C: gl.constexpr
             mbarrier.wait(lanes[1].summed, ended1)
             ended1 = ended1 ^ 1
             finish_rows(1, lanes[1], told, staging.index(1), results, tile, span, first_row(tile, 1, C), scale, C)
-        walk = walk.next(t)
+        walk = walk.next()
     tma.store_wait(0)
 
 
@@ -189,13 +187,12 @@ def finish_wide(lane, told, staging, results, tile, span, first, scale, C: gl.co
 
 
 @gluon.jit
-def correct_wide_role(schedule, lanes, staging, results, scale, C: gl.constexpr):
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+def correct_wide_role(source, lanes, staging, results, scale, C: gl.constexpr):
+    walk = start_walk(source)
     told = (gl.to_tensor(0), gl.to_tensor(0))
     summed = (gl.to_tensor(0), gl.to_tensor(0))
     ended = gl.to_tensor(0)
-    for t in range(begin, end):
+    while walk.more:
         tile, span = walk.tile, walk.span
         count = tile.kv_end - tile.kv_begin
         mbarrier.arrive(lanes[0].weighted, count=1)
@@ -218,5 +215,5 @@ def correct_wide_role(schedule, lanes, staging, results, scale, C: gl.constexpr)
             mbarrier.wait(lanes[0].summed, summed[0])
             summed = (summed[0] ^ 1, summed[1])
         finish_wide(lanes[0], last, staging, results, tile, span, first_row(tile, 0, C), scale, C)
-        walk = walk.next(t)
+        walk = walk.next()
     tma.store_wait(0)

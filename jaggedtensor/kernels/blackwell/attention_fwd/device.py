@@ -44,12 +44,13 @@ from jaggedtensor.kernels.blackwell.attention_fwd.correction import (
 )
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, first_row, has_rows, make_lanes
 from jaggedtensor.kernels.blackwell.attention_fwd.softmax import softmax_role, softmax_wide_role
+from jaggedtensor.kernels.blackwell.walk import Source, ask_role, make_answers, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
 from jaggedtensor.kernels.shared.epilogue import Results
 from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import Scale
-from jaggedtensor.kernels.shared.walk import Schedule, my_range, query_of, start_walk
+from jaggedtensor.kernels.shared.walk import Schedule, query_of
 
 
 @aggregate
@@ -59,15 +60,14 @@ class Channels:
 
 
 @gluon.jit
-def load_role(schedule, descriptors, channels, C: gl.constexpr):
+def load_role(source, descriptors, channels, C: gl.constexpr):
     AHEAD: gl.constexpr = 1 if C.q_parts == 2 else 2  # blocks whose scores come before a block's values
     PARTS: gl.constexpr = C.q_parts
     q_desc, k_desc, v_desc = descriptors
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+    walk = start_walk(source)
     q_at, at = channels.q.start(), channels.kv.start()
     held = -1
-    for t in range(begin, end):
+    while walk.more:
         tile, span = walk.tile, walk.span
         if not C.resident or query_of(tile, C) != held:
             q_start = 0 if C.broadcast else span.q_start
@@ -80,14 +80,14 @@ def load_role(schedule, descriptors, channels, C: gl.constexpr):
         count = tile.kv_end - tile.kv_begin
         for n in range(-AHEAD, count):
             if n >= 0:
-                row = schedule.block(tile.kv_end - 1 - n) * C.block_n
+                row = source.schedule.block(tile.kv_end - 1 - n) * C.block_n
                 slot, at = channels.kv.acquire_empty(at)
                 slot.load(v_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
             if n + AHEAD < count:
-                row = schedule.block(tile.kv_end - 1 - n - AHEAD) * C.block_n
+                row = source.schedule.block(tile.kv_end - 1 - n - AHEAD) * C.block_n
                 slot, at = channels.kv.acquire_empty(at)
                 slot.load(k_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
-        walk = walk.next(t)
+        walk = walk.next()
 
 
 @gluon.jit
@@ -114,25 +114,24 @@ def issue_sum(lane, v, phase, more, barriers, C: gl.constexpr):
 
 
 @gluon.jit
-def leaves(walk, place, end, C: gl.constexpr):
-    """Whether the tile after `place` needs another Q."""
-    return (place + 1 < end) & (not C.resident or query_of(walk.ahead, C) != query_of(walk.tile, C))
+def leaves(walk, C: gl.constexpr):
+    """Whether the next tile needs another Q."""
+    return walk.more_ahead & (not C.resident or query_of(walk.ahead, C) != query_of(walk.tile, C))
 
 
 @gluon.jit
-def mma_streams_role(schedule, channels, lanes, C: gl.constexpr):
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+def mma_streams_role(source, channels, lanes, C: gl.constexpr):
+    walk = start_walk(source)
     q_at, at = channels.q.start(), channels.kv.start()
     q_slot = channels.q.slot(q_at)
     phases = (gl.to_tensor(0), gl.to_tensor(0))
     held = -1
-    for t in range(begin, end):
+    while walk.more:
         tile = walk.tile
         if not C.resident or query_of(tile, C) != held:
             q_slot, q_at = channels.q.acquire_full(q_at)
             held = query_of(tile, C)
-        leave = leaves(walk, t, end, C)
+        leave = leaves(walk, C)
         count = tile.kv_end - tile.kv_begin
         for part in gl.static_range(2):
             if part < count:
@@ -157,25 +156,24 @@ def mma_streams_role(schedule, channels, lanes, C: gl.constexpr):
                     tcgen05_commit(q_slot.empty, pred=leave & (n + 4 == count))
             phases = (phase0, phase1)
         tcgen05_commit(lanes[0].summed)
-        walk = walk.next(t)
+        walk = walk.next()
 
 
 @gluon.jit
-def mma_tiles_role(schedule, channels, lanes, C: gl.constexpr):
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+def mma_tiles_role(source, channels, lanes, C: gl.constexpr):
+    walk = start_walk(source)
     q_at, at = channels.q.start(), channels.kv.start()
     held_at = q_at
     phase0, phase1 = gl.to_tensor(0), gl.to_tensor(0)
     held = -1
-    for t in range(begin, end):
+    while walk.more:
         tile = walk.tile
         if not C.resident or query_of(tile, C) != held:
             held_at = q_at
             _, q_at = channels.q.acquire_full(q_at)
             held = query_of(tile, C)
         q0, q1 = channels.q.slot(held_at, 0), channels.q.slot(held_at, 1)
-        leave = leaves(walk, t, end, C)
+        leave = leaves(walk, C)
         both = has_rows(tile, walk.span, 1, C)
         count = tile.kv_end - tile.kv_begin
         k_slot, at = channels.kv.acquire_full(at)
@@ -201,23 +199,22 @@ def mma_tiles_role(schedule, channels, lanes, C: gl.constexpr):
         if both:
             phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, count > 1, [lanes[1].summed], C)
         tcgen05_commit(v_slot.empty)
-        walk = walk.next(t)
+        walk = walk.next()
 
 
 @gluon.jit
-def mma_wide_role(schedule, channels, lanes, C: gl.constexpr):
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+def mma_wide_role(source, channels, lanes, C: gl.constexpr):
+    walk = start_walk(source)
     q_at, at = channels.q.start(), channels.kv.start()
     q_slot = channels.q.slot(q_at)
     phases = (gl.to_tensor(0), gl.to_tensor(0))
     held = -1
-    for t in range(begin, end):
+    while walk.more:
         tile = walk.tile
         if not C.resident or query_of(tile, C) != held:
             q_slot, q_at = channels.q.acquire_full(q_at)
             held = query_of(tile, C)
-        leave = leaves(walk, t, end, C)
+        leave = leaves(walk, C)
         count = tile.kv_end - tile.kv_begin
         k_slot, at = channels.kv.acquire_full(at)
         issue_scores(lanes[0], q_slot.buffer, k_slot.buffer, [lanes[0].scored, k_slot.empty])
@@ -239,7 +236,7 @@ def mma_wide_role(schedule, channels, lanes, C: gl.constexpr):
                 v_slot, at = channels.kv.acquire_full(at)
                 phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, True, [lanes[1].summed, v_slot.empty], C)
             phases = (phase0, phase1)
-        walk = walk.next(t)
+        walk = walk.next()
 
 
 @gluon.jit(do_not_specialize=["lse_batch", "lse_row", "lse_head", "q_len", "left", "right"])
@@ -254,7 +251,7 @@ def forward_kernel(
     lse_row,
     lse_head,  # its strides
     tiles,  # of the schedule
-    worker_offsets,
+    worker_offsets,  # or, where CTAs ask for tiles, how many there are
     listed,  # blocks, None without a block mask
     q_offsets,  # [B + 1], None unless jagged
     k_offsets,  # [B + 1]
@@ -275,33 +272,67 @@ def forward_kernel(
     )
     staging = gl.allocate_shared_memory(dtype, [C.staging, ROWS, C.out_columns], out_layout)
     lanes = make_lanes(C)
-    schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed)
+    READERS: gl.constexpr = 4 if C.wide else 5
+    source = Source(
+        Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed),
+        make_answers(C.answers, READERS) if C.answers else None,
+    )
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
     scale = Scale(scale_log2, coarse)
     window = (left, right)
-    if C.wide:
+    WIDE: gl.constexpr = C.softmax_registers
+    NARROW: gl.constexpr = C.single_registers
+    if C.wide and C.answers:
         gl.warp_specialize(
             [
-                (correct_wide_role, (schedule, lanes, staging, results, scale, C)),
-                (softmax_wide_role, (schedule, lanes, scale, window, dtype, C)),
-                (mma_wide_role, (schedule, channels, lanes, C)),
-                (load_role, (schedule, (q, k, v), channels, C)),
+                (correct_wide_role, (source, lanes, staging, results, scale, C)),
+                (softmax_wide_role, (source, lanes, scale, window, dtype, C)),
+                (mma_wide_role, (source, channels, lanes, C)),
+                (load_role, (source, (q, k, v), channels, C)),
+                (ask_role, (source,)),
+            ],
+            [4, 1, 1, 1],
+            [WIDE, NARROW, NARROW, NARROW],
+        )
+    elif C.wide:
+        gl.warp_specialize(
+            [
+                (correct_wide_role, (source, lanes, staging, results, scale, C)),
+                (softmax_wide_role, (source, lanes, scale, window, dtype, C)),
+                (mma_wide_role, (source, channels, lanes, C)),
+                (load_role, (source, (q, k, v), channels, C)),
             ],
             [4, 1, 1],
-            [C.softmax_registers, C.single_registers, C.single_registers],
+            [WIDE, NARROW, NARROW],
+        )
+    elif C.answers:
+        gl.warp_specialize(
+            [
+                (
+                    correct_streams_role if C.streams else correct_tiles_role,
+                    (source, lanes, staging, results, scale, C),
+                ),
+                (softmax_role, (0, source, lanes[0], scale, window, dtype, C)),
+                (softmax_role, (1, source, lanes[1], scale, window, dtype, C)),
+                (mma_streams_role if C.streams else mma_tiles_role, (source, channels, lanes, C)),
+                (load_role, (source, (q, k, v), channels, C)),
+                (ask_role, (source,)),
+            ],
+            [4, 4, 1, 1, 1],
+            [WIDE, WIDE, NARROW, NARROW, NARROW],
         )
     else:
         gl.warp_specialize(
             [
                 (
                     correct_streams_role if C.streams else correct_tiles_role,
-                    (schedule, lanes, staging, results, scale, C),
+                    (source, lanes, staging, results, scale, C),
                 ),
-                (softmax_role, (0, schedule, lanes[0], scale, window, dtype, C)),
-                (softmax_role, (1, schedule, lanes[1], scale, window, dtype, C)),
-                (mma_streams_role if C.streams else mma_tiles_role, (schedule, channels, lanes, C)),
-                (load_role, (schedule, (q, k, v), channels, C)),
+                (softmax_role, (0, source, lanes[0], scale, window, dtype, C)),
+                (softmax_role, (1, source, lanes[1], scale, window, dtype, C)),
+                (mma_streams_role if C.streams else mma_tiles_role, (source, channels, lanes, C)),
+                (load_role, (source, (q, k, v), channels, C)),
             ],
             [4, 4, 1, 1],
-            [C.softmax_registers, C.softmax_registers, C.single_registers, C.single_registers],
+            [WIDE, WIDE, NARROW, NARROW],
         )

@@ -25,6 +25,7 @@ class Call(NamedTuple):
     blocks: tuple[tuple[int, int, int], ...]  # of q, k, v and out: rows, heads, columns
     steps: tuple[int, int, int]  # of lse: batch, row, head
     ends: tuple[Any, ...]  # the last arguments
+    dynamic: bool  # a program for each tile, which takes over others
 
 
 _CALLS: dict[Any, Call] = {}  # a model has a few
@@ -61,7 +62,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
             call = _CALLS[key] = _prepare(args, lse, select(problem) if config is None else config)
         descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, rows), call.blocks, strict=True)]
         call.variant.launch(
-            worker_offsets.shape[0] - 1,
+            tiles.shape[0] if call.dynamic else worker_offsets.shape[0] - 1,
             descriptors,
             (out, lse, *call.steps, tiles, worker_offsets, *(listed or _NOTHING), q_offsets, k_offsets, *call.ends),
             not places % 16,
@@ -85,4 +86,4 @@ def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
     query, keys, out = (*rows, config.block_d), (config.block_n, 1, config.block_d), (*rows, config.out_columns)
     coarse = 2.0 ** round(math.log2(scale))
     ends = (problem.q_len or 0, scale, coarse, problem.left, problem.right, config)
-    return Call(Variant(forward_kernel, config.options), (query, keys, keys, out), steps, ends)
+    return Call(Variant(forward_kernel, config.options), (query, keys, keys, out), steps, ends, config.answers > 0)

@@ -2,10 +2,11 @@
 
 from jaggedtensor.kernels.blackwell.arithmetic import by_row, exp2_by_polynomial, folded, halves, joined, pieces_of
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
+from jaggedtensor.kernels.blackwell.walk import start_walk
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import add2, aggregate, fma2, gl, gluon, mbarrier
 from jaggedtensor.kernels.shared.softmax import STEEP
-from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, start_walk
+from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile
 
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
 
@@ -169,15 +170,14 @@ def exponentiate(part: gl.constexpr, lane, view, units, phase, heard, dtype: gl.
 
 
 @gluon.jit
-def softmax_role(part: gl.constexpr, schedule, lane, scale, window, dtype: gl.constexpr, C: gl.constexpr):
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+def softmax_role(part: gl.constexpr, source, lane, scale, window, dtype: gl.constexpr, C: gl.constexpr):
+    walk = start_walk(source)
     phase, heard = gl.to_tensor(0), gl.to_tensor(1)
     units = units_of(scale, C)
-    for t in range(begin, end):
+    while walk.more:
         tile, span = walk.tile, walk.span
         if C.streams or has_rows(tile, span, part, C):
-            view = View(schedule, tile, span, first_row(tile, part, C), window[0], window[1])
+            view = View(source.schedule, tile, span, first_row(tile, part, C), window[0], window[1])
             if not C.streams or blocks_of(tile, part, C) > 0:
                 phase = exponentiate(part, lane, view, units, phase, heard, dtype, C)
             else:
@@ -185,20 +185,19 @@ def softmax_role(part: gl.constexpr, schedule, lane, scale, window, dtype: gl.co
                 peak = gl.full([ROWS], float("-inf"), gl.float32, nothing)
                 tell(lane, peak, gl.full([ROWS], 0.0, gl.float32, nothing), heard)
             heard = heard ^ 1
-        walk = walk.next(t)
+        walk = walk.next()
 
 
 @gluon.jit
-def softmax_wide_role(schedule, lanes, scale, window, dtype: gl.constexpr, C: gl.constexpr):
+def softmax_wide_role(source, lanes, scale, window, dtype: gl.constexpr, C: gl.constexpr):
     """Of both lanes by turns. The tensor cores bound it, so that a loop without masks would gain nothing."""
-    begin, end = my_range(schedule)
-    walk = start_walk(schedule, begin, end)
+    walk = start_walk(source)
     phase0, phase1, heard = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1)
     units = units_of(scale, C)
     none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lanes[0].s.get_reg_layout()))
-    for t in range(begin, end):
+    while walk.more:
         tile = walk.tile
-        view = View(schedule, tile, walk.span, first_row(tile, 0, C), window[0], window[1])
+        view = View(source.schedule, tile, walk.span, first_row(tile, 0, C), window[0], window[1])
         place = tile.kv_end - 1
         rows = step(Rows(none, none, phase0), lanes[0], view, place, units, dtype, C, True, True)
         phase0 = rows.phase
@@ -216,4 +215,4 @@ def softmax_wide_role(schedule, lanes, scale, window, dtype: gl.constexpr, C: gl
             phase1 = rows.phase
         tell(lanes[0], rows.peak, gl.sum(rows.norm, 1), heard)
         heard = heard ^ 1
-        walk = walk.next(t)
+        walk = walk.next()
