@@ -140,6 +140,7 @@ def test_the_launcher_fills_copies_and_turns_signs(name, monkeypatch):
     problem = replace(problem, device=Device("cuda", (10, 0), 2, 227 << 10))
     schedule = plan_forward(problem, keys.layout, layout, k.shape[0], q.shape[0])
     v_apart = v.transpose(1, 2).contiguous().transpose(1, 2)  # columns apart: TMA cannot address them
+    k_odd = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view_as(k).copy_(k)  # nor this: 2 bytes past 16
     options = dict(scale=scale, left=left, right=right)
     expected = attend_reference(q.double(), k.double(), v.double(), q_offsets, keys.offsets(), **options)
     close = attend_reference(q, k, v, q_offsets, keys.offsets(), **options)
@@ -159,7 +160,7 @@ def test_the_launcher_fills_copies_and_turns_signs(name, monkeypatch):
         monkeypatch.setattr(launch, "_CALLS", {})
         poison_free_memory(1 << 20, "cpu")
         out, lse = launch.forward(
-            AttentionArgs(problem, q, k, v_apart, q_offsets, keys.offsets(), scale, True, False, schedule)
+            AttentionArgs(problem, q, k_odd, v_apart, q_offsets, keys.offsets(), scale, True, False, schedule)
         )
         for report in reports:
             report.raise_if_bad()

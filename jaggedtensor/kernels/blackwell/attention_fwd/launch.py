@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from jaggedtensor.errors import fail
 from jaggedtensor.kernels.blackwell.attention_fwd.config import ROWS, Config, select
 from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
-from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
+from jaggedtensor.kernels.shared.ragged import MOST_ROWS, device_of, ragged, takes
 from jaggedtensor.problem import AttentionArgs
 
 SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
@@ -38,10 +40,15 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     query for a negative scale.
     """
     problem, (tiles, worker_offsets, *listed) = args.problem, args.schedule
-    q, k, v = (x if takes(x) else x.contiguous() for x in (args.q, args.k, args.v))
+    q, k, v = (x if takes(x) else x.clone(memory_format=torch.contiguous_format) for x in (args.q, args.k, args.v))
     if args.scale < 0:
         q = -q
     q_offsets, k_offsets = args.q_offsets, args.k_offsets
+    most = max(k.shape[0], q.shape[0], args.batch_size * (problem.q_len or 0))
+    if most > MOST_ROWS.value:
+        fail(
+            "rows of a tensor", f"at most {MOST_ROWS.value}", most, "use backend='portable'", error=NotImplementedError
+        )
     with device_of(k):
         out, lse = outputs(args)
         if out.numel() == 0 or not tiles.shape[0]:
