@@ -27,20 +27,14 @@ class Config:
     group: int  # query heads that share one of keys
     q_heads: int
     workers: int  # shares of the keys of a head: a CTA each
-    pieces: int = 2  # that a role's half of P, or of dS, is made and stored in
-    drain_registers: int = 120  # of a thread: what the others leave
+    drain_registers: int = 88  # of a thread: what the others leave
     compute_registers: int = 152
-    single_registers: int = 88  # of the roles of one warp
+    single_registers: int = 120  # of the roles of one warp: with 88, that of products spills ten numbers
 
     @property
     def options(self) -> dict[str, int | bool]:
         """Of a launch."""
         return {"num_warps": 4, "enable_fp_fusion": True}
-
-    @property
-    def halves(self) -> int:
-        """In which dV and dK of a tile leave."""
-        return (self.block_d + self.block_dv) // HALF
 
     @property
     def shared_memory(self) -> int:

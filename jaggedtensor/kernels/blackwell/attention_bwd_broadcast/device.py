@@ -32,7 +32,7 @@ reads zeros past the end of a sequence and stores nothing there, so that no scor
 and a finite dS, which meets K = 0 in dQ. A query row that is not there has an lse of +inf, and so P = 0.
 """
 
-from jaggedtensor.kernels.blackwell.arithmetic import pieces_of
+from jaggedtensor.kernels.blackwell.arithmetic import halves as halves_of
 from jaggedtensor.kernels.shared.arithmetic import LOG2_E, at_most, rounded
 from jaggedtensor.kernels.shared.dsl import (
     TensorMemoryLayout,
@@ -57,6 +57,7 @@ from jaggedtensor.kernels.shared.walk import Schedule, my_range, start_walk
 
 ROWS: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
 HALF: gl.constexpr = gl.constexpr(64)  # of them for each compute role; columns of dV or dK that leave at a time
+PIECE: gl.constexpr = gl.constexpr(32)  # query rows of P or dS that are made and stored at a time
 PLAIN: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -220,43 +221,51 @@ def mma_role(schedule, channels, scores, halves, dq, finished, C: gl.constexpr):
 
 
 @gluon.jit
-def write_weights(part: gl.constexpr, scores, shifts, scale_log2, C: gl.constexpr):
-    """P of a tile, published: a tuple of fp32 [N, 64 / pieces]."""
-    PIECES: gl.constexpr = C.pieces
-    WIDTH: gl.constexpr = HALF // PIECES
-    target = scores.low(scores.s, part)
-    s = pieces_of(scores.s.slice(part * HALF, HALF).load(), PIECES)
-    made = ()
-    for i in gl.static_range(PIECES):
-        shift = shifts.slice(i * WIDTH, WIDTH).load(gl.SliceLayout(0, s[i].type.layout))
-        p = gl.exp2(at_most(fma2(s[i], scale_log2, gl.expand_dims(shift, 0)), 0.0))
-        piece = target.slice(i * WIDTH, WIDTH)
-        piece.store(gl.convert_layout(p.to(target.dtype), piece.get_reg_layout(), assert_trivial=True))
-        made = made + (p,)
-    mbarrier.arrive(scores.weighted, count=1)
-    return made
+def write_weights_of(s, part: gl.constexpr, piece: gl.constexpr, scores, shifts, scale_log2):
+    """P of a piece of S [N, 32]."""
+    shift = shifts.slice(piece * PIECE, PIECE).load(gl.SliceLayout(0, s.type.layout))
+    p = gl.exp2(at_most(fma2(s, scale_log2, gl.expand_dims(shift, 0)), 0.0))
+    target = scores.low(scores.s, part).slice(piece * PIECE, PIECE)
+    target.store(gl.convert_layout(p.to(target.dtype), target.get_reg_layout(), assert_trivial=True))
+    return p
 
 
 @gluon.jit
-def write_differences(part: gl.constexpr, scores, weights, deltas, C: gl.constexpr):
-    """dS of a tile, published."""
-    PIECES: gl.constexpr = C.pieces
-    WIDTH: gl.constexpr = HALF // PIECES
-    target = scores.low(scores.dp, part)
-    for i in gl.static_range(PIECES):
-        dp = scores.dp.slice(part * HALF + i * WIDTH, WIDTH).load()
-        delta = deltas.slice(i * WIDTH, WIDTH).load(gl.SliceLayout(0, dp.type.layout))
-        p = gl.convert_layout(weights[i], dp.type.layout, assert_trivial=True)
-        ds = rounded(mul2(p, sub2(dp, gl.expand_dims(delta, 0))), target.dtype)
-        piece = target.slice(i * WIDTH, WIDTH)
-        piece.store(gl.convert_layout(ds, piece.get_reg_layout(), assert_trivial=True))
-        scores.ds.slice(part * HALF + i * WIDTH, WIDTH, dim=1).store(ds)
+def write_weights(part: gl.constexpr, scores, shifts, scale_log2):
+    """P of a role's half of a tile, published: two fp32 [N, 32]."""
+    left, right = halves_of(scores.s.slice(part * HALF, HALF).load())
+    weights = (
+        write_weights_of(left, part, 0, scores, shifts, scale_log2),
+        write_weights_of(right, part, 1, scores, shifts, scale_log2),
+    )
+    mbarrier.arrive(scores.weighted, count=1)
+    return weights
+
+
+@gluon.jit
+def write_differences_of(p, part: gl.constexpr, piece: gl.constexpr, scores, deltas):
+    """dS of a piece of P."""
+    FIRST: gl.constexpr = part * HALF + piece * PIECE
+    dp = scores.dp.slice(FIRST, PIECE).load()
+    delta = deltas.slice(piece * PIECE, PIECE).load(gl.SliceLayout(0, dp.type.layout))
+    p = gl.convert_layout(p, dp.type.layout, assert_trivial=True)
+    ds = rounded(mul2(p, sub2(dp, gl.expand_dims(delta, 0))), scores.ds.dtype)
+    target = scores.low(scores.dp, part).slice(piece * PIECE, PIECE)
+    target.store(gl.convert_layout(ds, target.get_reg_layout(), assert_trivial=True))
+    scores.ds.slice(FIRST, PIECE, dim=1).store(ds)
+
+
+@gluon.jit
+def write_differences(part: gl.constexpr, scores, weights, deltas):
+    """dS of a role's half of a tile, published."""
+    write_differences_of(weights[0], part, 0, scores, deltas)
+    write_differences_of(weights[1], part, 1, scores, deltas)
     fence_async_shared()
     mbarrier.arrive(scores.differed, count=1)
 
 
 @gluon.jit
-def compute_role(part: gl.constexpr, schedule, scores, statistics, scale_log2, C: gl.constexpr):
+def compute_role(part: gl.constexpr, schedule, scores, statistics, scale_log2):
     begin, end = my_range(schedule)
     walk = start_walk(schedule, begin, end)
     shifts, deltas = statistics.shifts.index(part), statistics.deltas.index(part)
@@ -269,9 +278,9 @@ def compute_role(part: gl.constexpr, schedule, scores, statistics, scale_log2, C
         shift, delta = statistics.load(walk.ahead.sequence, row)
         for _ in range(walk.tile.kv_begin, walk.tile.kv_end):
             mbarrier.wait(scores.scored, turn & 1)
-            weights = write_weights(part, scores, shifts, scale_log2, C)
+            weights = write_weights(part, scores, shifts, scale_log2)
             mbarrier.wait(scores.graded, turn & 1)
-            write_differences(part, scores, weights, deltas, C)
+            write_differences(part, scores, weights, deltas)
             turn += 1
         walk = walk.next(t)
 
@@ -410,8 +419,8 @@ def broadcast_kernel(
     gl.warp_specialize(
         [
             (drain_role, (schedule, (dk, dv), halves, dq, finished, staging, shares, scale, C)),
-            (compute_role, (0, schedule, scores, statistics, scale_log2, C)),
-            (compute_role, (1, schedule, scores, statistics, scale_log2, C)),
+            (compute_role, (0, schedule, scores, statistics, scale_log2)),
+            (compute_role, (1, schedule, scores, statistics, scale_log2)),
             (mma_role, (schedule, channels, scores, halves, dq, finished, C)),
             (load_keys_role, (schedule, (k, v), channels, C)),
             (load_queries_role, (head, schedule, (q, grad_out), channels, C)),
