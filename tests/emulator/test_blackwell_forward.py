@@ -34,6 +34,7 @@ CASES = {
     "streams": Case((150, 0, 600, 1, 300, 129), processors=2),
     "streams of two heads, groups of two": Case((129, 5, 513), q_len=37, kv_heads=2, group=2),
     "streams with a peak that grows": Case((700, 0, 3), spread=6.0, dtype=torch.bfloat16),
+    "streams, scores past 2 ** 27": Case((700, 0, 3), spread=1e4, key_spread=5e3),
     "streams, value dimension of its own": Case((65, 400), dim=72, value_dim=40, dtype=torch.bfloat16, q_len=5),
     "streams of each sequence's own query, causal": Case((300, 0, 70, 1), kind=P, q_len=100, right=0),
     "streams, block mask": Case((900, 0, 300, 1), q_lengths=(300, 3, 130, 2), kind=J, masked=True),
@@ -46,6 +47,7 @@ CASES = {
     "tiles of a broadcast query": Case((130, 0, 5, 520), q_len=256, processors=2),
     "tiles, causal": Case((300, 0, 420, 1), q_lengths=(300, 4, 150, 7), kind=J, right=0, group=2, kv_heads=1),
     "tiles, window": Case((700, 0, 1), q_lengths=(400, 0, 3), kind=J, left=100, right=30),
+    "tiles, scores past 2 ** 27": Case((300, 3), q_lengths=(140, 1), kind=J, spread=1e4, key_spread=5e3),
     "tiles, block mask, causal": Case((700, 129), q_lengths=(300, 2), kind=J, group=2, masked=True, right=0),
     "tiles, groups of three": Case((200, 1), q_lengths=(100, 2), kind=J, group=3, spread=5.0),
 }
