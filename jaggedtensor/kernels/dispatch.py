@@ -17,7 +17,9 @@ from torch import Tensor
 
 from jaggedtensor import env
 from jaggedtensor.errors import fail
+from jaggedtensor.kernels.blackwell.plan import backward_lacks as blackwell_backward_lacks
 from jaggedtensor.kernels.blackwell.plan import lacks as blackwell_lacks
+from jaggedtensor.kernels.blackwell.plan import plan_backward as plan_blackwell_backward
 from jaggedtensor.kernels.blackwell.plan import plan_forward as plan_blackwell_forward
 from jaggedtensor.kernels.hopper.plan import backward_lacks as hopper_backward_lacks
 from jaggedtensor.kernels.hopper.plan import lacks as hopper_lacks
@@ -76,9 +78,13 @@ def plan_blackwell(
     train: bool,
     block_mask: Tensor | None = None,
 ) -> Schedules:
-    """The portable kernels do the backward pass."""
+    """The portable kernels do the backward pass where its own one lacks something."""
     forward = plan_blackwell_forward(problem, keys, query, rows, q_rows, block_mask)
-    return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1] if train else []
+    if not train:
+        return forward, []
+    if blackwell_backward_lacks(problem):
+        return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1]
+    return forward, plan_blackwell_backward(problem, keys, rows)
 
 
 def nothing_more(problem: AttentionProblem) -> list[str]:
@@ -210,7 +216,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         limits=blackwell_lacks,
         masks=True,
         backward="portable",
-        backward_limits=lambda problem: ["has no backward pass of its own"],
+        backward_limits=blackwell_backward_lacks,
         unproven=True,
     ),
     Implementation(

@@ -18,7 +18,7 @@ def chosen(dq: Tensor, dk: Tensor, dv: Tensor, needs: tuple[bool, bool, bool]) -
 
 def addressable(x: Tensor) -> Tensor:
     """The same for TMA: a copy where it cannot address the tensor, or rows are expanded."""
-    return x if takes(x) and 0 not in x.stride() else x.contiguous()
+    return x if takes(x) and 0 not in x.stride() else x.clone(memory_format=torch.contiguous_format)
 
 
 def new_gradient(x: Tensor, args: AttentionArgs) -> Tensor:

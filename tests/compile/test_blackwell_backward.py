@@ -1,0 +1,113 @@
+"""The Blackwell backward compiles for GPUs that are not there, within the budgets that its configurations state."""
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jaggedtensor.kernels.dispatch import GLUON_NEEDS, by_name, triton_version
+from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+
+if sys.platform != "linux" or triton_version() < GLUON_NEEDS:
+    pytest.skip("needs a Triton with Gluon for Blackwell", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+
+from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
+from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device import broadcast_kernel
+from jaggedtensor.kernels.blackwell.plan import backward_lacks
+from jaggedtensor.kernels.shared.ragged import ragged
+from jaggedtensor.testing.blackwell import B200, B300, innermost_loops, registers_of
+from jaggedtensor.testing.launches import _compiling_for
+
+
+def problem_of(q_len=128, heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=B200, **more):
+    value_dim = dim if value_dim is None else value_dim
+    return AttentionProblem(QueryKind.BROADCAST, q_len, heads, kv_heads, dim, value_dim, dtype, device, **more)
+
+
+def compiled(problem):
+    """Of tensors that are on the CPU: nothing runs."""
+    config = broadcast.select(problem)
+    q = torch.zeros(problem.q_len, problem.q_heads, problem.head_dim, dtype=problem.dtype)
+    k = torch.zeros(128, problem.kv_heads, problem.head_dim, dtype=problem.dtype)
+    v = torch.zeros(128, problem.kv_heads, problem.value_dim, dtype=problem.dtype)
+    grad_out = torch.zeros(2 * problem.q_len, problem.q_heads, problem.value_dim, dtype=problem.dtype)
+    rows, n = broadcast.ROWS // config.group, config.block_n
+    blocks = (
+        (q, rows, config.group, config.block_d),
+        (k, n, 1, config.block_d),
+        (v, n, 1, config.block_dv),
+        (grad_out, rows, config.group, config.block_dv),
+        (k, n, 1, broadcast.HALF),
+        (v, n, 1, broadcast.HALF),
+    )
+    numbers, whole = torch.zeros(64), torch.zeros(64, dtype=torch.int32)
+    args = (numbers, numbers, numbers, whole, whole, whole.long(), problem.q_len, 0.1, 0.2, config)
+    arch = problem.device.arch
+    with _compiling_for(GPUTarget("cuda", arch[0] * 10 + arch[1], 32)):
+        made = broadcast_kernel.warmup(*(ragged(*block)[1]() for block in blocks), *args, grid=(148,), **config.options)
+    return made, config
+
+
+PROBLEMS = {
+    "128": problem_of(),
+    "128, B300": problem_of(device=B300),
+    "64, fp16": problem_of(dim=64, dtype=torch.float16),
+    "72 and 40, groups of 4": problem_of(17, heads=8, kv_heads=2, dim=72, value_dim=40),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_backward_compiles_within_its_budgets(problem):
+    """TUN-04: roles get the registers that they ask for, no loop stores a spilled number, memory is as estimated."""
+    made, config = compiled(problem)
+    assert made.metadata.shared <= config.shared_memory <= broadcast.SHARED_MEMORY
+    assert made.metadata.tmem_size == 512 >= config.tensor_columns
+    # Asking for more than there is drops every request, silently.
+    asked = {config.drain_registers, config.compute_registers, config.single_registers}
+    assert asked <= set(registers_of(made))
+    loops = innermost_loops(made.asm["cubin"])
+    compute = [body for body in loops if body["MUFU"]]
+    (mma,) = (body for body in loops if body["UTCHMMA"])
+    (drain,) = (body for body in loops if body["UTMASTG"])
+    assert len(compute) == 2
+    assert [body["MUFU"] for body in compute] == [broadcast.HALF] * 2  # of each thread: no score is computed twice
+    for body in (*compute, mma, drain):
+        assert not body["STL"], body
+    for body in (*compute, mma):  # read only: what stays the same for all tiles
+        assert body["LDL"] <= 3, body
+    # Sixteen of the inner dimension each: S, dP and dQ whole, dV and dK in halves.
+    d, dv = config.block_d // 16, config.block_dv // 16
+    assert mma["UTCHMMA"] == d + dv + 8 + 8 * (config.block_d + config.block_dv) // broadcast.HALF
+    assert drain["UTMASTG"] == (config.block_d + config.block_dv) // broadcast.HALF
+
+
+def test_a_problem_beyond_the_budgets_is_refused_by_name():
+    refused = {
+        "1 to 128 query rows": problem_of(33, heads=16, kv_heads=4),
+        "no window": problem_of(left=3),
+        "no block mask": problem_of(masked=True),
+        "float32": problem_of(dtype=torch.float32),
+        "groups": problem_of(8, heads=12, kv_heads=4),
+        "multiples of 8": problem_of(dim=68),
+        "up to 128": problem_of(dim=192),
+        "broadcast query": replace(problem_of(), query=QueryKind.PER_SEQUENCE),
+    }
+    for words, problem in refused.items():
+        (reason,) = backward_lacks(problem)
+        assert re.search(words, reason), reason
+
+
+def test_no_cta_is_left_over_for_a_second_round():
+    for heads in (1, 3, 4, 5, 8, 60, 148):
+        assert heads * broadcast.select(problem_of(heads=heads, kv_heads=heads)).workers <= 148
+    assert broadcast.select(problem_of(device=Device("cuda", (10, 0), 2, 227 << 10))).workers == 1
+
+
+def test_the_portable_kernels_do_what_is_refused():
+    blackwell, portable = by_name("blackwell"), by_name("portable")
+    assert blackwell.backward_launcher(problem_of()) is blackwell.launcher()
+    assert blackwell.backward_launcher(problem_of(left=3)) is portable.launcher()
