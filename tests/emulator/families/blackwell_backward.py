@@ -138,7 +138,15 @@ MUTATED = (
     (Case((300, 0, 129, 1, 70), kv_heads=2, q_len=3, group=2, processors=2), {"k_stages": 2, "v_stages": 1}),
     (Case((5, 0, 300), q_len=70, dim=128, value_dim=40, processors=1), {}),
 )
-EQUIVALENT: dict[str, str] = {}
+TURNS = "the buffers only change their turns"
+PLACES = "the roles only change places, each with a buffer of its own"
+EQUIVALENT = {
+    "drain_half: next staging.index(at.index) in buffer = staging.index(at.index)": TURNS,
+} | {
+    f"compute_role: next statistics.{name}.index(part) in "
+    "shifts, deltas = statistics.shifts.index(part), statistics.deltas.index(part)": PLACES
+    for name in ("shifts", "deltas")
+}
 
 
 def run_all(order: str, seed: int) -> None:

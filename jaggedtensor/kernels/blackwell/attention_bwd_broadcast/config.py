@@ -41,7 +41,7 @@ class Config:
         """Bytes, at most: Q and dO, the rings of K and V, dS, staging, lse and delta, mbarriers (each padded to 16)."""
         ring = self.block_n * (self.k_stages * self.block_d + self.v_stages * self.block_dv)
         elements = ROWS * (self.block_d + self.block_dv + self.block_n) + ring + 2 * self.block_n * HALF
-        barriers = 1 + 2 + 2 * (self.k_stages + self.v_stages) + 4 + 4 + 1
+        barriers = 1 + 2 + 2 * (self.k_stages + self.v_stages) + 4 + 4
         return 2 * elements + 4 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property

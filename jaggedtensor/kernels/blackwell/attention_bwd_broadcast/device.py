@@ -24,8 +24,8 @@ tells of all before it:
     weighted    both roles have read S(n) and written P(n)
     graded      dP(n) is complete; so are dQ(n-1) and dK(n-1), which have read dS(n-1)
     differed    both roles have read dP(n) and written dS(n), to tensor memory for dK and to shared memory for dQ
-    halves      a ring of two: full when a half of dV or dK is complete, empty when drain has it in registers
-    finished    dQ is complete
+    halves      a ring of two: full when a half of dV or dK is complete, empty when drain has it in registers. The last
+                one, of dK, tells that dQ is complete too
 
 At the seam of two sequences dP waits for the new dO, and dO for the last dV that reads the old one; S goes on. TMA
 reads zeros past the end of a sequence and stores nothing there, so that no score needs a mask: such a key has P <= 1
@@ -176,14 +176,14 @@ def issue_halves(low0, low1, factor, halves, at):
 @gluon.jit
 def issue_late(turn, channels, k_at, scores, halves, at, dq):
     """What comes of dS of a tile: dQ += dS K, which sets K free, and dK. The place in the ring of halves after it."""
-    mbarrier.wait(scores.differed, turn & 1)
     slot = channels.k.slot(k_at)
+    mbarrier.wait(scores.differed, turn & 1)
     tcgen05_mma(scores.ds.permute((1, 0)), slot.buffer, dq, use_acc=turn > 0, mbarriers=[slot.empty])
     return issue_halves(scores.low(scores.dp, 0), scores.low(scores.dp, 1), channels.q, halves, at)
 
 
 @gluon.jit
-def mma_role(schedule, channels, scores, halves, dq, finished, C: gl.constexpr):
+def mma_role(schedule, channels, scores, halves, dq, C: gl.constexpr):
     begin, end = my_range(schedule)
     walk = start_walk(schedule, begin, end)
     k_at, v_at, grad_at, at = channels.k.start(), channels.v.start(), channels.grad_out.start(), halves.start()
@@ -217,7 +217,6 @@ def mma_role(schedule, channels, scores, halves, dq, finished, C: gl.constexpr):
         walk = walk.next(t)
     if begin < end:
         at = issue_late(turn - 1, channels, late_at, scores, halves, at, dq)
-        tcgen05_commit(finished)
 
 
 @gluon.jit
@@ -300,7 +299,7 @@ def drain_half(halves, at, staging, desc, place, scale):
 
 
 @gluon.jit
-def drain_role(schedule, descriptors, halves, dq, finished, staging, shares, scale, C: gl.constexpr):
+def drain_role(schedule, descriptors, halves, dq, staging, shares, scale, C: gl.constexpr):
     DK_HALVES: gl.constexpr = C.block_d // HALF
     DV_HALVES: gl.constexpr = C.block_dv // HALF
     dk_desc, dv_desc = descriptors
@@ -318,8 +317,6 @@ def drain_role(schedule, descriptors, halves, dq, finished, staging, shares, sca
                 place = ragged_place(span.k_start, span.k_count, row, tile.head, i * HALF)
                 at = drain_half(halves, at, staging, dk_desc, place, scale)
         walk = walk.next(t)
-    if begin < end:
-        mbarrier.wait(finished, 0)
     flush(dq, shares, begin < end, scale, C)
     tma.store_wait(0)
 
@@ -403,7 +400,6 @@ def broadcast_kernel(
         allocate_tensor_memory(gl.float32, [2, N, HALF], half_layout), new_barriers(2, 1), new_barriers(2, 1)
     )
     dq = allocate_tensor_memory(gl.float32, [ROWS, C.block_d], dq_layout)
-    finished = new_barriers(1, 1).index(0)
     staging = gl.allocate_shared_memory(dtype, [2, N, HALF], out_layout)
     schedule = Schedule(tiles, worker_offsets, None, k_offsets, q_len, None)
     head = gl.program_id(0) // C.workers
@@ -418,10 +414,10 @@ def broadcast_kernel(
     )
     gl.warp_specialize(
         [
-            (drain_role, (schedule, (dk, dv), halves, dq, finished, staging, shares, scale, C)),
+            (drain_role, (schedule, (dk, dv), halves, dq, staging, shares, scale, C)),
             (compute_role, (0, schedule, scores, statistics, scale_log2)),
             (compute_role, (1, schedule, scores, statistics, scale_log2)),
-            (mma_role, (schedule, channels, scores, halves, dq, finished, C)),
+            (mma_role, (schedule, channels, scores, halves, dq, C)),
             (load_keys_role, (schedule, (k, v), channels, C)),
             (load_queries_role, (head, schedule, (q, grad_out), channels, C)),
         ],
