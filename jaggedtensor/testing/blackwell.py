@@ -72,7 +72,7 @@ class _Recorder:
 
 
 def compile_forward(device: Device, case: AttentionCase, **chosen: int) -> tuple[Any, Config]:
-    """The compiled kernel that a case would launch, and its configuration, with `chosen` fields."""
+    """The first compiled kernel of those that a case would launch, and its configuration, with `chosen` fields."""
     query, keys, values = case.inputs()
     q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
     q_offsets = query.offsets() if isinstance(query, JaggedTensor) else None
@@ -80,15 +80,18 @@ def compile_forward(device: Device, case: AttentionCase, **chosen: int) -> tuple
     problem = AttentionProblem.of(q, k, v, q_offsets, *_window(case.causal, case.window), False)
     problem = replace(problem, device=device)
     schedule = [torch.zeros(8, 8, dtype=torch.int32), torch.zeros(device.processors + 1, dtype=torch.int32)]
+    if chosen.pop("splits", False):  # with merges, as for tiles that are cut
+        schedule.append(torch.zeros(8, 6, dtype=torch.int32))
     _Recorder.launches.clear()
     with patch.object(forward, "Variant", _Recorder), patch.object(forward, "_CALLS", {}):
         args = AttentionArgs(problem, q, k, v, q_offsets, keys.offsets(), 0.1, False, True, schedule)
         config = select(problem, **chosen)
         forward.forward(args, config)
-    ((variant, programs, descriptors, arguments),) = _Recorder.launches
+    made = []
     with _compiling_for(GPUTarget("cuda", device.arch[0] * 10 + device.arch[1], 32)):
-        made = variant.kernel.warmup(*descriptors, *arguments, grid=(programs,), **variant.options)
-    return made, config
+        for variant, programs, descriptors, arguments in _Recorder.launches:
+            made.append(variant.kernel.warmup(*descriptors, *arguments, grid=(programs,), **variant.options))
+    return made[0], config
 
 
 def _run_tool(name: str, data: bytes, *arguments: str) -> str:

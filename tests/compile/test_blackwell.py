@@ -55,6 +55,15 @@ def test_ctas_that_ask_for_their_tiles_fit_too(name):
         assert not body["STL"] + body["LDL"], body
 
 
+def test_tiles_that_are_cut_between_ctas_fit_too():
+    """And the kernel that merges their parts compiles."""
+    made, config = compile_forward(*CASES["streams 128"], splits=1)
+    assert made.metadata.shared <= config.shared_memory <= SHARED_MEMORY
+    for bodies in roles_of(made, config).values():
+        for body in bodies:
+            assert not body["STL"] + body["LDL"], body
+
+
 def test_a_short_query_is_not_padded_to_two_tiles():
     for rows, group in ((1, 1), (128, 1), (32, 4), (43, 3)):
         problem = AttentionProblem(B, rows // group or 1, group, 1, 128, 128, torch.bfloat16, B200)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
@@ -16,6 +17,9 @@ from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
+
+
+LONG = 16  # KV blocks of a tile below which cutting it costs more than it saves
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
@@ -31,6 +35,18 @@ def lacks(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
+def cuts_pay(problem: AttentionProblem, config: forward.Config, keys: JaggedLayout) -> bool:
+    """Whether the host knows that the longest tile is worth cutting: it takes a CTA twice its share, and longer than a
+    merge does."""
+    if torch.compiler.is_compiling():  # which would compile anew for each batch
+        return False
+    longest, tokens = keys.longest_on_host, keys.known_num_tokens
+    if longest is None or tokens is None:
+        return False
+    lines = problem.kv_heads * config.q_blocks
+    return longest >= LONG * config.block_n and 2 * tokens * lines <= longest * problem.device.processors
+
+
 def plan_forward(
     problem: AttentionProblem,
     keys: JaggedLayout,
@@ -42,13 +58,15 @@ def plan_forward(
     select: Callable[[AttentionProblem], forward.Config] = forward.select,
 ) -> list[Tensor]:
     """Tiles, worker offsets and, with a mask, the list of blocks: the longest tiles first, dealt back and forth to one
-    CTA for each multiprocessor; or, where CTAs ask for the next one, their count in place of worker offsets."""
+    CTA for each multiprocessor. Where CTAs ask for the next one, their count in place of worker offsets. Where a few
+    tiles are all there is to do, equal shares of all blocks, and the merges of tiles that are cut."""
     config = select(problem)
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
+    splits = not config.answers and block_mask is None and query is None and cuts_pay(problem, config, keys)
     schedule = keys.schedule(
-        ScheduleKind.DYNAMIC if config.answers else ScheduleKind.ZIGZAG,
+        ScheduleKind.STREAM_K if splits else ScheduleKind.DYNAMIC if config.answers else ScheduleKind.ZIGZAG,
         q_len=q_len,
         heads=problem.kv_heads,
         group=config.group,
@@ -65,6 +83,8 @@ def plan_forward(
     owners = schedule.count if config.answers else schedule.worker_offsets
     assert owners is not None
     found = [schedule.tiles, owners]
+    if splits:
+        found.append(schedule.merges)
     if block_mask is not None:  # the list is None where nothing has any work
         found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
     return found

@@ -78,6 +78,7 @@ class Walk:
     ahead: Tile
     more: gl.tensor
     more_ahead: gl.tensor
+    here: gl.tensor  # the place of `tile` in the schedule
     place: gl.tensor  # of `ahead`
     end: gl.tensor
     at: Counter
@@ -93,7 +94,13 @@ class Walk:
         elif self.more_ahead:
             place, more, at = self.source.answers.take(self.at, self.end)
         ahead = read_tile(self.source.schedule, place)
-        return Walk(self.source, self.ahead, span, ahead, self.more_ahead, more, place, self.end, at)
+        return Walk(self.source, self.ahead, span, ahead, self.more_ahead, more, self.place, place, self.end, at)
+
+
+@gluon.jit
+def slot_of(walk):
+    """Where the part of a cut tile goes, -1 if the tile is whole."""
+    return gl.load(walk.source.schedule.tiles + walk.here * 8 + 7)
 
 
 @gluon.jit
@@ -115,4 +122,4 @@ def start_walk(source):
     tile = read_tile(schedule, gl.minimum(first, last))
     ahead = read_tile(schedule, place)
     span = read_span(schedule, tile.sequence)
-    return Walk(source, tile, span, ahead, first < end, more_ahead, place, end, at)
+    return Walk(source, tile, span, ahead, first < end, more_ahead, gl.minimum(first, last), place, end, at)

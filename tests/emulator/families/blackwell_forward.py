@@ -147,6 +147,8 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
         out,
         lse,
         *steps,
+        None,
+        None,
         tiles,
         worker_offsets,
         listed[0] if listed else None,

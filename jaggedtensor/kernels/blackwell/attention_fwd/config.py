@@ -42,6 +42,8 @@ class Config:
     softmax_registers: int = 192
     single_registers: int = 32  # of the roles of one warp
     answers: int = 0  # of the launch control, on their way; 0: the schedule says whose a tile is
+    splits: bool = False  # tiles may be cut between CTAs
+    merge_rows: int = 16  # of a program that merges parts
     staging: int = 1  # buffers for O on its way out
     out_columns: int = 128  # of each
     tma_store: bool = True  # O leaves by TMA: not where rows of a tile are nobody's, beside heads of the next group

@@ -2,10 +2,12 @@
 
 from jaggedtensor.kernels.blackwell.arithmetic import by_row
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
-from jaggedtensor.kernels.blackwell.walk import start_walk
+from jaggedtensor.kernels.blackwell.walk import slot_of, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, fence_async_shared, fma2, gl, gluon, mbarrier, mul2, tma
-from jaggedtensor.kernels.shared.epilogue import store_by_pointers, store_statistics
+from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
+from jaggedtensor.kernels.shared.merge import Parts, store_part, store_part_lse
 from jaggedtensor.kernels.shared.ragged import ragged_place
+from jaggedtensor.kernels.shared.walk import Span, Tile
 
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
@@ -60,26 +62,66 @@ def inverse(norm):
     return gl.where(some, 1.0 / gl.where(some, norm, 1.0), 0.0)
 
 
-@gluon.jit
-def put_piece(out, at: gl.constexpr, column: gl.constexpr, staging, results, tile, span, first, C: gl.constexpr):
-    """Columns of O [128, PIECE] from `column` on: to the staging buffer, whose column `at` that is, or past it."""
-    if C.tma_store:
-        staging.slice(at, out.shape[1], dim=1).store(out.to(staging.dtype))
-    else:
-        store_by_pointers(results, out, tile, span, first, C, column)
+@aggregate
+class Target:
+    """Where a lane's rows of a tile go: to the results, or as a part of a cut tile to a slot."""
+
+    results: Results
+    parts: Parts
+    tile: Tile
+    span: Span
+    first: gl.tensor  # packed row of the sequence that is row 0 here
+    slot: gl.tensor  # -1: to the results
+
+    @gluon.jit
+    def row(self, C: gl.constexpr):
+        """Row 0 within the tile."""
+        return self.first - self.tile.q_block * C.block_m
+
+    @gluon.jit
+    def put_piece(self, out, at: gl.constexpr, column: gl.constexpr, staging, C: gl.constexpr):
+        """Columns of O [128, PIECE] from `column` on: to the staging buffer, whose column `at` that is, or past it."""
+        if C.splits and self.slot >= 0:
+            store_part(self.parts, self.slot, out, self.row(C), C, column)
+        elif C.tma_store:
+            staging.slice(at, out.shape[1], dim=1).store(out.to(staging.dtype))
+        else:
+            store_by_pointers(self.results, out, self.tile, self.span, self.first, C, column)
+
+    @gluon.jit
+    def send(self, staging, C: gl.constexpr, column: gl.constexpr = 0):
+        """Columns of O from `column` on, from the staging buffer, by TMA."""
+        if C.tma_store and (not C.splits or self.slot < 0):
+            fence_async_shared()
+            row, head = self.first // C.group, self.tile.head * C.heads
+            place = ragged_place(self.span.q_start, self.span.q_count, row, head, column)
+            tma.async_store(self.results.desc, place, staging)
+
+    @gluon.jit
+    def put_lse(self, lse, C: gl.constexpr):
+        if C.splits and self.slot >= 0:
+            store_part_lse(self.parts, self.slot, lse, self.row(C), C)
+        else:
+            store_statistics(self.results, lse, self.tile, self.span, self.first, C)
 
 
 @gluon.jit
-def send(staging, results, tile, span, first, C: gl.constexpr, column: gl.constexpr = 0):
-    """Columns of O from `column` on, from the staging buffer, by TMA."""
-    if C.tma_store:
-        fence_async_shared()
-        place = ragged_place(span.q_start, span.q_count, first // C.group, tile.head * C.heads, column)
-        tma.async_store(results.desc, place, staging)
+def target_of(walk, part: gl.constexpr, output, C: gl.constexpr):
+    slot = slot_of(walk) if C.splits else gl.to_tensor(-1)
+    return Target(output.results, output.parts, walk.tile, walk.span, first_row(walk.tile, part, C), slot)
+
+
+@aggregate
+class Output:
+    """Where all tiles go."""
+
+    results: Results
+    parts: Parts
+    staging: gl.shared_memory_descriptor  # [buffers, 128, columns]
 
 
 @gluon.jit
-def finish_rows(part: gl.constexpr, lane, told, staging, results, tile, span, first, scale, C: gl.constexpr):
+def finish_rows(part: gl.constexpr, lane, told, staging, target, scale, C: gl.constexpr):
     """O and lse of a lane with rows of its own."""
     PIECE: gl.constexpr = C.correction_columns
     COUNT: gl.constexpr = C.block_dv // PIECE
@@ -88,13 +130,13 @@ def finish_rows(part: gl.constexpr, lane, told, staging, results, tile, span, fi
         tma.store_wait(part)  # the tile before has left the buffer; lane 0 of this one need not
     for i in gl.static_range(COUNT):
         o = lane.o.slice(i * PIECE, PIECE).load()
-        put_piece(mul2(o, by_row(share, o)), i * PIECE, i * PIECE, staging, results, tile, span, first, C)
-    send(staging, results, tile, span, first, C)
-    store_statistics(results, lse_of(told, scale), tile, span, first, C)
+        target.put_piece(mul2(o, by_row(share, o)), i * PIECE, i * PIECE, staging, C)
+    target.send(staging, C)
+    target.put_lse(lse_of(told, scale), C)
 
 
 @gluon.jit
-def finish_streams(lanes, told, both, staging, results, tile, span, first, scale, C: gl.constexpr):
+def finish_streams(lanes, told, both, staging, target, scale, C: gl.constexpr):
     """O and lse of two streams of the same rows; without `both`, the second has seen nothing."""
     PIECE: gl.constexpr = C.correction_columns
     COUNT: gl.constexpr = C.block_dv // PIECE
@@ -113,17 +155,17 @@ def finish_streams(lanes, told, both, staging, results, tile, span, first, scale
         o = mul2(o, by_row(share0, o))
         if both:
             o = fma2(lanes[1].o.slice(i * PIECE, PIECE).load(), by_row(share1, o), o)
-        put_piece(o, i * PIECE, i * PIECE, staging, results, tile, span, first, C)
-    send(staging, results, tile, span, first, C)
-    store_statistics(results, lse_of(Told(peak, norm), scale), tile, span, first, C)
+        target.put_piece(o, i * PIECE, i * PIECE, staging, C)
+    target.send(staging, C)
+    target.put_lse(lse_of(Told(peak, norm), scale), C)
 
 
 @gluon.jit
-def correct_streams_role(source, lanes, staging, results, scale, C: gl.constexpr):
+def correct_streams_role(source, lanes, output, scale, C: gl.constexpr):
     walk = start_walk(source)
     phase0, phase1, ended = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while walk.more:
-        tile, span = walk.tile, walk.span
+        tile = walk.tile
         steps0, steps1 = blocks_of(tile, 0, C), blocks_of(tile, 1, C)
         mbarrier.arrive(lanes[0].weighted, count=1)
         mbarrier.arrive(lanes[1].weighted, count=1, pred=steps1 > 0)
@@ -134,14 +176,13 @@ def correct_streams_role(source, lanes, staging, results, scale, C: gl.constexpr
         told = hear(lanes[0], ended, C), hear(lanes[1], ended, C)
         mbarrier.wait(lanes[0].summed, ended)
         ended = ended ^ 1
-        first = first_row(tile, 0, C)
-        finish_streams(lanes, told, steps1 > 0, staging.index(0), results, tile, span, first, scale, C)
+        finish_streams(lanes, told, steps1 > 0, output.staging.index(0), target_of(walk, 0, output, C), scale, C)
         walk = walk.next()
     tma.store_wait(0)
 
 
 @gluon.jit
-def correct_tiles_role(source, lanes, staging, results, scale, C: gl.constexpr):
+def correct_tiles_role(source, lanes, output, scale, C: gl.constexpr):
     walk = start_walk(source)
     phase0, phase1 = gl.to_tensor(0), gl.to_tensor(0)
     ended0, ended1 = gl.to_tensor(0), gl.to_tensor(0)
@@ -157,18 +198,18 @@ def correct_tiles_role(source, lanes, staging, results, scale, C: gl.constexpr):
         told = hear(lanes[0], ended0, C)
         mbarrier.wait(lanes[0].summed, ended0)
         ended0 = ended0 ^ 1
-        finish_rows(0, lanes[0], told, staging.index(0), results, tile, span, first_row(tile, 0, C), scale, C)
+        finish_rows(0, lanes[0], told, output.staging.index(0), target_of(walk, 0, output, C), scale, C)
         if both:
             told = hear(lanes[1], ended1, C)
             mbarrier.wait(lanes[1].summed, ended1)
             ended1 = ended1 ^ 1
-            finish_rows(1, lanes[1], told, staging.index(1), results, tile, span, first_row(tile, 1, C), scale, C)
+            finish_rows(1, lanes[1], told, output.staging.index(1), target_of(walk, 1, output, C), scale, C)
         walk = walk.next()
     tma.store_wait(0)
 
 
 @gluon.jit
-def finish_wide(lane, told, staging, results, tile, span, first, scale, C: gl.constexpr):
+def finish_wide(lane, told, staging, target, scale, C: gl.constexpr):
     """O and lse of 128 rows; O by way of two buffers in turn, since one for all of it would take the place of keys."""
     PIECE: gl.constexpr = C.correction_columns
     EACH: gl.constexpr = C.out_columns // PIECE
@@ -181,19 +222,19 @@ def finish_wide(lane, told, staging, results, tile, span, first, scale, C: gl.co
         for j in gl.static_range(EACH):
             o = lane.o.slice(i * C.out_columns + j * PIECE, PIECE).load()
             o = mul2(o, by_row(share, o))
-            put_piece(o, j * PIECE, i * C.out_columns + j * PIECE, buffer, results, tile, span, first, C)
-        send(buffer, results, tile, span, first, C, i * C.out_columns)
-    store_statistics(results, lse_of(told, scale), tile, span, first, C)
+            target.put_piece(o, j * PIECE, i * C.out_columns + j * PIECE, buffer, C)
+        target.send(buffer, C, i * C.out_columns)
+    target.put_lse(lse_of(told, scale), C)
 
 
 @gluon.jit
-def correct_wide_role(source, lanes, staging, results, scale, C: gl.constexpr):
+def correct_wide_role(source, lanes, output, scale, C: gl.constexpr):
     walk = start_walk(source)
     told = (gl.to_tensor(0), gl.to_tensor(0))
     summed = (gl.to_tensor(0), gl.to_tensor(0))
     ended = gl.to_tensor(0)
     while walk.more:
-        tile, span = walk.tile, walk.span
+        tile = walk.tile
         count = tile.kv_end - tile.kv_begin
         mbarrier.arrive(lanes[0].weighted, count=1)
         for pair in range(count // 2):
@@ -214,6 +255,6 @@ def correct_wide_role(source, lanes, staging, results, scale, C: gl.constexpr):
         else:
             mbarrier.wait(lanes[0].summed, summed[0])
             summed = (summed[0] ^ 1, summed[1])
-        finish_wide(lanes[0], last, staging, results, tile, span, first_row(tile, 0, C), scale, C)
+        finish_wide(lanes[0], last, output.staging, target_of(walk, 0, output, C), scale, C)
         walk = walk.next()
     tma.store_wait(0)

@@ -38,6 +38,7 @@ as long as tiles have the same one, and is released with the last scores that ne
 """
 
 from jaggedtensor.kernels.blackwell.attention_fwd.correction import (
+    Output,
     correct_streams_role,
     correct_tiles_role,
     correct_wide_role,
@@ -47,6 +48,7 @@ from jaggedtensor.kernels.blackwell.attention_fwd.softmax import softmax_role, s
 from jaggedtensor.kernels.blackwell.walk import Source, ask_role, make_answers, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
 from jaggedtensor.kernels.shared.epilogue import Results
+from jaggedtensor.kernels.shared.merge import Parts, merge_parts
 from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import Scale
@@ -250,6 +252,8 @@ def forward_kernel(
     lse_batch,
     lse_row,
     lse_head,  # its strides
+    part_out,  # scratch for parts of tiles, see shared.merge; None if no tile is cut
+    part_lse,
     tiles,  # of the schedule
     worker_offsets,  # or, where CTAs ask for tiles, how many there are
     listed,  # blocks, None without a block mask
@@ -278,6 +282,7 @@ def forward_kernel(
         make_answers(C.answers, READERS) if C.answers else None,
     )
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
+    output = Output(results, Parts(part_out, part_lse), staging)
     scale = Scale(scale_log2, coarse)
     window = (left, right)
     WIDE: gl.constexpr = C.softmax_registers
@@ -285,7 +290,7 @@ def forward_kernel(
     if C.wide and C.answers:
         gl.warp_specialize(
             [
-                (correct_wide_role, (source, lanes, staging, results, scale, C)),
+                (correct_wide_role, (source, lanes, output, scale, C)),
                 (softmax_wide_role, (source, lanes, scale, window, dtype, C)),
                 (mma_wide_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
@@ -297,7 +302,7 @@ def forward_kernel(
     elif C.wide:
         gl.warp_specialize(
             [
-                (correct_wide_role, (source, lanes, staging, results, scale, C)),
+                (correct_wide_role, (source, lanes, output, scale, C)),
                 (softmax_wide_role, (source, lanes, scale, window, dtype, C)),
                 (mma_wide_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
@@ -310,7 +315,7 @@ def forward_kernel(
             [
                 (
                     correct_streams_role if C.streams else correct_tiles_role,
-                    (source, lanes, staging, results, scale, C),
+                    (source, lanes, output, scale, C),
                 ),
                 (softmax_role, (0, source, lanes[0], scale, window, dtype, C)),
                 (softmax_role, (1, source, lanes[1], scale, window, dtype, C)),
@@ -326,7 +331,7 @@ def forward_kernel(
             [
                 (
                     correct_streams_role if C.streams else correct_tiles_role,
-                    (source, lanes, staging, results, scale, C),
+                    (source, lanes, output, scale, C),
                 ),
                 (softmax_role, (0, source, lanes[0], scale, window, dtype, C)),
                 (softmax_role, (1, source, lanes[1], scale, window, dtype, C)),
@@ -336,3 +341,23 @@ def forward_kernel(
             [4, 4, 1, 1],
             [WIDE, WIDE, NARROW, NARROW],
         )
+
+
+@gluon.jit(do_not_specialize=["lse_batch", "lse_row", "lse_head", "q_len"])
+def merge_kernel(
+    out,  # [rows, Hq, Dv], without gaps
+    lse,
+    lse_batch,
+    lse_row,
+    lse_head,
+    part_out,
+    part_lse,
+    merges,  # of the schedule
+    q_offsets,
+    k_offsets,
+    q_len,
+    C: gl.constexpr,
+):
+    schedule = Schedule(merges, merges, q_offsets, k_offsets, q_len, None)
+    results = Results(None, out, lse, lse_batch, lse_row, lse_head)
+    merge_parts(schedule, merges, Parts(part_out, part_lse), results, C)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from jaggedtensor.errors import fail
 from jaggedtensor.kernels.blackwell.attention_fwd.config import ROWS, Config, select
-from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
+from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel, merge_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
 from jaggedtensor.kernels.shared.ragged import MOST_ROWS, device_of, ragged, takes
@@ -27,7 +28,8 @@ class Call(NamedTuple):
     blocks: tuple[tuple[int, int, int], ...]  # of q, k, v and out: rows, heads, columns
     steps: tuple[int, int, int]  # of lse: batch, row, head
     ends: tuple[Any, ...]  # the last arguments
-    dynamic: bool  # a program for each tile, which takes over others
+    merge: Variant
+    config: Config
 
 
 _CALLS: dict[Any, Call] = {}  # a model has a few
@@ -39,7 +41,8 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     Operands that TMA cannot address (columns apart, rows not at multiples of 16 bytes) are copied first, and so is the
     query for a negative scale.
     """
-    problem, (tiles, worker_offsets, *listed) = args.problem, args.schedule
+    problem, (tiles, worker_offsets, *more) = args.problem, args.schedule
+    splits = bool(more) and not problem.masked
     q, k, v = (x if takes(x) else x.clone(memory_format=torch.contiguous_format) for x in (args.q, args.k, args.v))
     if args.scale < 0:
         q = -q
@@ -59,25 +62,34 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
         places |= 0 if q_offsets is None else q_offsets.data_ptr()
         key = (
-            problem, config, k.device, args.scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
-            rows.shape[0] == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
+            problem, config, splits, k.device, args.scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1,
+            k.shape[0] == 1, rows.shape[0] == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
         )  # fmt: skip
         call = _CALLS.get(key)
         if call is None:
             if len(_CALLS) > MANY:
                 _CALLS.clear()
-            call = _CALLS[key] = _prepare(args, lse, select(problem) if config is None else config)
+            chosen = select(problem) if config is None else config
+            call = _CALLS[key] = _prepare(args, lse, replace(chosen, splits=splits))
         descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, rows), call.blocks, strict=True)]
-        call.variant.launch(
-            tiles.shape[0] if call.dynamic else worker_offsets.shape[0] - 1,
-            descriptors,
-            (out, lse, *call.steps, tiles, worker_offsets, *(listed or _NOTHING), q_offsets, k_offsets, *call.ends),
-            not places % 16,
-        )
+        q_len, parts = problem.q_len or 0, _NO_PARTS
+        programs = tiles.shape[0] if call.config.answers else worker_offsets.shape[0] - 1
+        if splits:  # a CTA has two cut tiles at most
+            slots, columns = 2 * programs * call.config.block_m, call.config.block_dv
+            parts = q.new_empty(slots, columns, dtype=torch.float32), q.new_empty(slots, dtype=torch.float32)
+        ends = (q_offsets, k_offsets, q_len)
+        listed = more[0] if problem.masked else None
+        arguments = (out, lse, *call.steps, *parts, tiles, worker_offsets, listed, *ends, *call.ends)
+        call.variant.launch(programs, descriptors, arguments, not places % 16)
+        if splits:
+            merges = more[0]
+            programs = merges.shape[0] * (call.config.block_m // call.config.merge_rows)
+            arguments = (out, lse, *call.steps, *parts, merges, *ends, call.config)
+            call.merge.launch(programs, (), arguments, not (places | merges.data_ptr()) % 16)
     return out, lse
 
 
-_NOTHING = (None,)
+_NO_PARTS: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
@@ -92,5 +104,6 @@ def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
     rows = (ROWS // config.group, config.group)
     query, keys, out = (*rows, config.block_d), (config.block_n, 1, config.block_d), (*rows, config.out_columns)
     coarse = 2.0 ** round(math.log2(scale))
-    ends = (problem.q_len or 0, scale, coarse, problem.left, problem.right, config)
-    return Call(Variant(forward_kernel, config.options), (query, keys, keys, out), steps, ends, config.answers > 0)
+    ends = (scale, coarse, problem.left, problem.right, config)
+    variant, merge = Variant(forward_kernel, config.options), Variant(merge_kernel, config.options)
+    return Call(variant, (query, keys, keys, out), steps, ends, merge, config)

@@ -14,7 +14,6 @@ K and V come through descriptors that end where the sequence ends, so rows of a 
 as long as tiles have the same one, as a broadcast query of one head.
 """
 
-from jaggedtensor.kernels.hopper.attention_fwd.merge import Parts, merge_parts, store_part
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
@@ -26,6 +25,7 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma_wait,
 )
 from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
+from jaggedtensor.kernels.shared.merge import Parts, merge_parts, store_part, store_part_lse
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block, sums_by_thread
@@ -327,7 +327,9 @@ def finish(acc, rows, staging, results, parts, slot, view, scale, C: gl.constexp
     natural = (rows.peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
     natural = gl.where(some, natural, float("-inf"))
     if C.splits and slot >= 0:
-        store_part(parts, slot, out, natural, view.first - view.tile.q_block * C.block_m, C)
+        row = view.first - view.tile.q_block * C.block_m
+        store_part(parts, slot, out, row, C)
+        store_part_lse(parts, slot, natural, row, C)
     else:
         deliver(out, natural, staging, results, view, C)
 

@@ -20,13 +20,18 @@ class Parts:
 
 
 @gluon.jit
-def store_part(parts, slot, out, lse, first, C: gl.constexpr):
-    """O [M, Dv] and lse [M] of the rows of a slot from `first` on."""
+def store_part(parts, slot, out, first, C: gl.constexpr, column: gl.constexpr = 0):
+    """O [M, columns] of the rows of a slot from `first` on, and the columns from `column` on."""
     row = slot * C.block_m + first
     at = (row + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))).to(gl.int64) * C.block_dv
-    column = gl.arange(0, C.block_dv, gl.SliceLayout(0, out.type.layout))
-    gl.store(parts.out + at[:, None] + column[None, :], out)
-    gl.store(parts.lse + row + gl.arange(0, lse.shape[0], lse.type.layout), lse)
+    columns = column + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    gl.store(parts.out + at[:, None] + columns[None, :], out)
+
+
+@gluon.jit
+def store_part_lse(parts, slot, lse, first, C: gl.constexpr):
+    """lse [M] of the same rows."""
+    gl.store(parts.lse + slot * C.block_m + first + gl.arange(0, lse.shape[0], lse.type.layout), lse)
 
 
 @gluon.jit
