@@ -43,6 +43,7 @@ _JAGGED = _HALF.with_options(query=QueryKind.JAGGED, q_lengths=_Q_LENGTHS, q_sla
 
 CASES = {
     "one short query for all": _HALF,
+    "more tiles than processors": _HALF.with_options(k_lengths=5 * _LENGTHS, q_length=20, heads=8, kv_heads=8),
     "one long query for all": _HALF.with_options(q_length=300),
     "few rows, grouped heads": _HALF.with_options(q_length=5, heads=8, dtype=torch.float16),
     "a query for each": _HALF.with_options(query=QueryKind.PER_SEQUENCE, dim=64, value_dim=64),
