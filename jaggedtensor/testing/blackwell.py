@@ -130,7 +130,7 @@ def roles_of(made: Any, config: Config) -> dict[str, list[Counter[str]]]:
     softmax = [body for body in loops if body["MUFU"] >= config.block_n // 2]
     return {
         "softmax": sorted(softmax, key=lambda body: sum(body.values())),
-        "mma": [body for body in loops if body["UTCHMMA"]],
+        "mma": sorted((body for body in loops if body["UTCHMMA"]), key=lambda body: -body["UTCHMMA"]),
         "load": [body for body in loops if body["UTMALDG"] and not body["UTCHMMA"]],
         "correction": [b for b in loops if b["FMUL2"] >= config.block_dv and b["LDTM"] and not b["MUFU"]],
     }

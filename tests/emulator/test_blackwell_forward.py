@@ -84,6 +84,12 @@ def test_ctas_that_ask_for_their_tiles(name):
         family.run(CASES[name], order, seed, answers=2)
 
 
+def test_a_lane_skips_the_blocks_that_only_the_other_sees():
+    """Of two blocks of keys, causal, rows 0..127 see one: 3 of 4 scores, and sums in 3 parts each."""
+    report = family.run(Case((256,), q_lengths=(256,), kind=J, right=0, processors=1), "round_robin", 0)
+    assert sum(event.kind == "mma" for event in report.events) == 3 + 3 * 3
+
+
 @pytest.mark.parametrize("stages", [3, 4, 8])
 def test_rings_of_any_depth(stages):
     for case in (Case((700, 3, 1)), Case((300, 1), q_lengths=(200, 1), kind=J)):

@@ -43,10 +43,12 @@ def make_answers(stages: gl.constexpr, readers: gl.constexpr):
 
 @aggregate
 class Source:
-    """Where tiles come from."""
+    """Where tiles come from, and which keys their queries see."""
 
     schedule: Schedule
     answers: Answers | gl.constexpr  # None where the schedule says whose a tile is
+    left: gl.tensor  # the window
+    right: gl.tensor
 
 
 @gluon.jit

@@ -59,6 +59,7 @@ class Config:
     right: bool = False
     windowed: bool = False
     masked: bool = False  # by a list of blocks
+    skips: bool = False  # lane 0 of two tiles sees fewer blocks than lane 1
     tile_cost: int = 1  # what starting and finishing a tile costs, in KV blocks
 
     @property
@@ -132,6 +133,7 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         right=problem.right != UNLIMITED,
         windowed=problem.windowed,
         masked=problem.masked,
+        skips=long and problem.right != UNLIMITED and not problem.masked,
     )
     fields |= chosen
     if not fields["kv_stages"]:

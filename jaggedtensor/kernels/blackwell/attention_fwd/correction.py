@@ -1,7 +1,7 @@
 """The roles that let O fade where a peak has grown, and at a tile's end make O and lse of it."""
 
 from jaggedtensor.kernels.blackwell.arithmetic import by_row
-from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
+from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows, skipped
 from jaggedtensor.kernels.blackwell.walk import slot_of, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, fence_async_shared, fma2, gl, gluon, mbarrier, mul2, tma
 from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
@@ -191,8 +191,10 @@ def correct_tiles_role(source, lanes, output, scale, C: gl.constexpr):
         both = has_rows(tile, span, 1, C)
         mbarrier.arrive(lanes[0].weighted, count=1)
         mbarrier.arrive(lanes[1].weighted, count=1, pred=both)
-        for _ in range(1, tile.kv_end - tile.kv_begin):
-            phase0 = fade_output(lanes[0], phase0, C)
+        skip = skipped(source, tile, span, 0, C)
+        for n in range(1, tile.kv_end - tile.kv_begin):
+            if n > skip:
+                phase0 = fade_output(lanes[0], phase0, C)
             if both:
                 phase1 = fade_output(lanes[1], phase1, C)
         told = hear(lanes[0], ended0, C)

@@ -43,7 +43,7 @@ from jaggedtensor.kernels.blackwell.attention_fwd.correction import (
     correct_tiles_role,
     correct_wide_role,
 )
-from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, first_row, has_rows, make_lanes
+from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, first_row, has_rows, make_lanes, skipped
 from jaggedtensor.kernels.blackwell.attention_fwd.softmax import softmax_role, softmax_wide_role
 from jaggedtensor.kernels.blackwell.walk import Source, ask_role, make_answers, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
@@ -177,17 +177,28 @@ def mma_tiles_role(source, channels, lanes, C: gl.constexpr):
         q0, q1 = channels.q.slot(held_at, 0), channels.q.slot(held_at, 1)
         leave = leaves(walk, C)
         both = has_rows(tile, walk.span, 1, C)
-        count = tile.kv_end - tile.kv_begin
+        count, skip = tile.kv_end - tile.kv_begin, skipped(source, tile, walk.span, 0, C)
         k_slot, at = channels.kv.acquire_full(at)
-        issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
+        if skip == 0:
+            issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
         if both:
             issue_scores(lanes[1], q1.buffer, k_slot.buffer, [lanes[1].scored])
         tcgen05_commit(k_slot.empty)
         tcgen05_commit(q0.empty, pred=leave & (count == 1))
-        for n in range(count - 1):
+        if C.skips:
+            for n in range(skip):  # lane 1 by itself
+                v_slot, at = channels.kv.acquire_full(at)
+                k_slot, at = channels.kv.acquire_full(at)
+                phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty], C)
+                if n + 1 == skip:
+                    issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
+                issue_scores(lanes[1], q1.buffer, k_slot.buffer, [lanes[1].scored])
+                tcgen05_commit(k_slot.empty)
+                tcgen05_commit(q0.empty, pred=leave & (n + 2 == count))
+        for n in range(skip, count - 1):
             v_slot, at = channels.kv.acquire_full(at)
             k_slot, at = channels.kv.acquire_full(at)
-            phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > 0, [], C)
+            phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > skip, [], C)
             issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
             if both:
                 phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty], C)
@@ -197,7 +208,7 @@ def mma_tiles_role(source, channels, lanes, C: gl.constexpr):
             tcgen05_commit(k_slot.empty)
             tcgen05_commit(q0.empty, pred=leave & (n + 2 == count))
         v_slot, at = channels.kv.acquire_full(at)
-        phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, count > 1, [lanes[0].summed], C)
+        phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, count - 1 > skip, [lanes[0].summed], C)
         if both:
             phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, count > 1, [lanes[1].summed], C)
         tcgen05_commit(v_slot.empty)
@@ -280,18 +291,19 @@ def forward_kernel(
     source = Source(
         Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed),
         make_answers(C.answers, READERS) if C.answers else None,
+        left,
+        right,
     )
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
     output = Output(results, Parts(part_out, part_lse), staging)
     scale = Scale(scale_log2, coarse)
-    window = (left, right)
     WIDE: gl.constexpr = C.softmax_registers
     NARROW: gl.constexpr = C.single_registers
     if C.wide and C.answers:
         gl.warp_specialize(
             [
                 (correct_wide_role, (source, lanes, output, scale, C)),
-                (softmax_wide_role, (source, lanes, scale, window, dtype, C)),
+                (softmax_wide_role, (source, lanes, scale, dtype, C)),
                 (mma_wide_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
                 (ask_role, (source,)),
@@ -303,7 +315,7 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (correct_wide_role, (source, lanes, output, scale, C)),
-                (softmax_wide_role, (source, lanes, scale, window, dtype, C)),
+                (softmax_wide_role, (source, lanes, scale, dtype, C)),
                 (mma_wide_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
             ],
@@ -317,8 +329,8 @@ def forward_kernel(
                     correct_streams_role if C.streams else correct_tiles_role,
                     (source, lanes, output, scale, C),
                 ),
-                (softmax_role, (0, source, lanes[0], scale, window, dtype, C)),
-                (softmax_role, (1, source, lanes[1], scale, window, dtype, C)),
+                (softmax_role, (0, source, lanes[0], scale, dtype, C)),
+                (softmax_role, (1, source, lanes[1], scale, dtype, C)),
                 (mma_streams_role if C.streams else mma_tiles_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
                 (ask_role, (source,)),
@@ -333,8 +345,8 @@ def forward_kernel(
                     correct_streams_role if C.streams else correct_tiles_role,
                     (source, lanes, output, scale, C),
                 ),
-                (softmax_role, (0, source, lanes[0], scale, window, dtype, C)),
-                (softmax_role, (1, source, lanes[1], scale, window, dtype, C)),
+                (softmax_role, (0, source, lanes[0], scale, dtype, C)),
+                (softmax_role, (1, source, lanes[1], scale, dtype, C)),
                 (mma_streams_role if C.streams else mma_tiles_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
             ],

@@ -94,3 +94,15 @@ def blocks_of(tile, part: gl.constexpr, C: gl.constexpr):
     """How many blocks of a tile a lane has."""
     count = tile.kv_end - tile.kv_begin
     return count if C.q_parts == 2 else (count + 1 - part) // 2
+
+
+@gluon.jit
+def skipped(source, tile, span, part: gl.constexpr, C: gl.constexpr):
+    """How many of a tile's last blocks the rows of a lane do not see, though those of the other do: leaves it one."""
+    if C.skips and part == 0:
+        last = gl.minimum((first_row(tile, part, C) + ROWS - 1) // C.group, span.q_count - 1)
+        end = last + span.k_count - span.q_count + source.right + 1  # of the keys that they see
+        blocks = (gl.maximum(end, 0) + C.block_n - 1) // C.block_n
+        return tile.kv_end - gl.maximum(gl.minimum(blocks, tile.kv_end), tile.kv_begin + 1)
+    else:
+        return 0

@@ -1,7 +1,7 @@
 """The role that turns a lane's scores into weights, and keeps the peaks and sums of its rows."""
 
 from jaggedtensor.kernels.blackwell.arithmetic import by_row, exp2_by_polynomial, folded, halves, joined, pieces_of
-from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows
+from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows, skipped
 from jaggedtensor.kernels.blackwell.walk import start_walk
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import add2, aggregate, fma2, gl, gluon, mbarrier
@@ -140,12 +140,12 @@ def tell(lane, peak, norm, phase):
 
 
 @gluon.jit
-def exponentiate(part: gl.constexpr, lane, view, units, phase, heard, dtype: gl.constexpr, C: gl.constexpr):
+def exponentiate(part: gl.constexpr, lane, view, skip, units, phase, heard, dtype: gl.constexpr, C: gl.constexpr):
     """All blocks that a lane has of a tile; the phase of `scored` after it."""
     STRIDE: gl.constexpr = 2 if C.streams else 1
     OFFSET: gl.constexpr = part if C.streams else 0
     CUT: gl.constexpr = C.windowed or OFFSET == 0  # the lane's first block may not be seen whole
-    top = view.tile.kv_end - 1 - OFFSET
+    top = view.tile.kv_end - 1 - OFFSET - skip
     none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lane.s.get_reg_layout()))
     rows = Rows(none, none, phase)
     rows = step(rows, lane, view, top, units, dtype, C, True, CUT)
@@ -170,16 +170,17 @@ def exponentiate(part: gl.constexpr, lane, view, units, phase, heard, dtype: gl.
 
 
 @gluon.jit
-def softmax_role(part: gl.constexpr, source, lane, scale, window, dtype: gl.constexpr, C: gl.constexpr):
+def softmax_role(part: gl.constexpr, source, lane, scale, dtype: gl.constexpr, C: gl.constexpr):
     walk = start_walk(source)
     phase, heard = gl.to_tensor(0), gl.to_tensor(1)
     units = units_of(scale, C)
     while walk.more:
         tile, span = walk.tile, walk.span
         if C.streams or has_rows(tile, span, part, C):
-            view = View(source.schedule, tile, span, first_row(tile, part, C), window[0], window[1])
+            view = View(source.schedule, tile, span, first_row(tile, part, C), source.left, source.right)
             if not C.streams or blocks_of(tile, part, C) > 0:
-                phase = exponentiate(part, lane, view, units, phase, heard, dtype, C)
+                skip = skipped(source, tile, span, part, C)
+                phase = exponentiate(part, lane, view, skip, units, phase, heard, dtype, C)
             else:
                 nothing: gl.constexpr = gl.SliceLayout(1, lane.s.get_reg_layout())
                 peak = gl.full([ROWS], float("-inf"), gl.float32, nothing)
@@ -189,7 +190,7 @@ def softmax_role(part: gl.constexpr, source, lane, scale, window, dtype: gl.cons
 
 
 @gluon.jit
-def softmax_wide_role(source, lanes, scale, window, dtype: gl.constexpr, C: gl.constexpr):
+def softmax_wide_role(source, lanes, scale, dtype: gl.constexpr, C: gl.constexpr):
     """Of both lanes by turns. The tensor cores bound it, so that a loop without masks would gain nothing."""
     walk = start_walk(source)
     phase0, phase1, heard = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1)
@@ -197,7 +198,7 @@ def softmax_wide_role(source, lanes, scale, window, dtype: gl.constexpr, C: gl.c
     none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lanes[0].s.get_reg_layout()))
     while walk.more:
         tile = walk.tile
-        view = View(source.schedule, tile, walk.span, first_row(tile, 0, C), window[0], window[1])
+        view = View(source.schedule, tile, walk.span, first_row(tile, 0, C), source.left, source.right)
         place = tile.kv_end - 1
         rows = step(Rows(none, none, phase0), lanes[0], view, place, units, dtype, C, True, True)
         phase0 = rows.phase
