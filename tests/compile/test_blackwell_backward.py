@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.dispatch import GLUON_NEEDS, by_name, triton_version
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 
@@ -17,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.blackwell.plan import backward_lacks
+from jaggedtensor.kernels.blackwell.plan import backward_lacks, plan_backward
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.testing.blackwell import B200, B300, innermost_loops, registers_of
 from jaggedtensor.testing.launches import _compiling_for
@@ -108,6 +109,13 @@ def test_no_cta_is_left_over_for_a_second_round():
 
 
 def test_the_portable_kernels_do_what_is_refused():
+    """Launchers and schedules."""
     blackwell, portable = by_name("blackwell"), by_name("portable")
-    assert blackwell.backward_launcher(problem_of()) is blackwell.launcher()
-    assert blackwell.backward_launcher(problem_of(left=3)) is portable.launcher()
+    keys = JaggedLayout.from_lengths(torch.tensor([300, 0, 5]))
+    for problem, serves in ((problem_of(), blackwell), (problem_of(left=3), portable)):
+        assert blackwell.backward_launcher(problem) is serves.launcher()
+        _, found = blackwell.schedules(problem, keys, None, 305, 128, True)
+        own = plan_backward(problem, keys, 305) if serves is blackwell else None
+        wanted = own or portable.schedules(problem, keys, None, 305, 128, True)[1]
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert blackwell.schedules(problem, keys, None, 305, 128, False)[1] == []
