@@ -5,19 +5,21 @@
 A CTA stays on one key-value head and walks an equal share of its KV tiles, over all sequences: dQ stays in registers
 for its life, and dK and dV of a tile are finished on the way. Roles:
 
-    consumer 0   query rows 0 .. 63, and dV of all rows        loader   K and V, a ring each
-    consumer 1   query rows 64 .. 127, and dK of all rows      second   Q once, and dO of each sequence
+    consumer 0   query rows 0 .. 63, and dV of all rows        loaders   K and V, a ring each; Q once, and each dO
+    consumer 1   query rows 64 .. 127, and dK of all rows      stores    dV; dK
 
 The consumers meet in shared memory: each writes its rows of P and dS; dV needs all of P, dK all of dS. What comes of
 them, dX (dV or dK) and dQ of a tile, is computed one step late, beside the scores of the next tile n:
 
-    tensor cores   S(n)   dX(n-1)          dP(n)          dQ(n-1)      S(n+1)
-    threads               P(n)             dX(n-1) out    dS(n)
-    barriers       k full p, ds full(n-1)  v full         p, ds full(n), v empty, k empty(n-1)
+    tensor cores   S(n)    dX(n-1)            dP(n)              dQ(n-1)       S(n+1)
+    threads                P(n)               dX(n-1) out        dS(n)
+    barriers       k full; p, ds full (n-1)   p, v full; dv, dk full   ds full; v, k empty
 
 dX leaves through the buffer that P (or dS) of its tile was in, which only its maker reads. At the seam of two sequences
 dP waits for the new dO, and dO for the last dX that reads the old one. TMA reads zeros past the end of a sequence and
 stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite dS, which meets K = 0 in dQ.
+
+A query of more rows has a CTA for each 128 of them, in a chain: see `store_role`.
 """
 
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
@@ -362,7 +364,7 @@ def make_staging(parts, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["q_len"])
 def broadcast_kernel(
-    q,  # ragged descriptors of [Lq, Hq, D], see operands.ragged
+    q,  # ragged descriptors of [Lq, Hq, D], see shared.ragged
     k,  # [tokens, Hkv, D]
     v,
     grad_out,  # [B * Lq, Hq, Dv]
