@@ -79,7 +79,7 @@ def test_who_asks_for_blackwell_by_name_gets_it_where_it_runs():
     assert choose(problem, "blackwell").implementation.name == "blackwell"
     for device in (B300, replace(B200, processors=1)):
         assert choose(replace(problem, device=device), "blackwell").implementation.name == "blackwell"
-    assert choose(problem).implementation.name != "blackwell"  # not by itself: it has run on no such GPU
+    assert choose(problem).implementation.name != "blackwell"  # not by itself: no doctor has passed it here
     refused = {
         r"compute capability 10\.x, not 9\.0": replace(problem, device=Device("cuda", (9, 0), 132, 227 << 10)),
         r"head dimensions up to 256, not 264": replace(problem, head_dim=264),
