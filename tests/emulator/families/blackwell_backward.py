@@ -35,7 +35,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     slack: int = 3
     spread: float = 1.0  # of the query: how large scores are
-    same_sign: bool = False  # of all operands
+    same_sign: bool = False  # of all operands, and of dS
 
     @property
     def problem(self) -> AttentionProblem:
@@ -76,6 +76,8 @@ def run(case: Case, order: str, seed: int, **changes: Any):
     k, v = normal(rows, case.kv_heads, case.dim), normal(rows, case.kv_heads, case.value_dim)
     grad_out = normal(batch, case.q_len, heads, case.value_dim)
     grad_lse = torch.randn(batch, heads, case.q_len, generator=generator)
+    if case.same_sign:
+        grad_lse = grad_lse.abs() + 2 * case.value_dim  # past rowsum(O dO), so that no dS is negative
     scale = 1 / math.sqrt(case.dim)
 
     exact = [x.double().requires_grad_() for x in (q, k[:tokens], v[:tokens])]
@@ -127,7 +129,10 @@ def run(case: Case, order: str, seed: int, **changes: Any):
     dq = total[:, :, : case.dim].unflatten(1, (case.q_len, case.group)).transpose(0, 1).flatten(1, 2)
     for name, got, right in zip(("dq", "dk", "dv"), (dq, dk[:tokens], dv[:tokens]), wanted, strict=True):
         error = (got.double() - right).norm() / right.norm()
-        assert error < (2e-2 if case.dtype == torch.bfloat16 else 3e-3), f"{name}: {error}"
+        limit = 2e-2 if case.dtype == torch.bfloat16 else 3e-3
+        if case.same_sign and name == "dq":  # what is rounded before evens out over many keys
+            limit = 1e-4
+        assert error < limit, f"{name}: {error}"
     slack = torch.cat((dk[tokens:].flatten(), dv[tokens:].flatten()))
     assert slack.isnan().all(), "rows past the last sequence were written"
     return report
