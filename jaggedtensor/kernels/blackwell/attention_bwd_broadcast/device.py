@@ -242,23 +242,21 @@ def write_weights(part: gl.constexpr, scores, shifts, scale_log2):
 
 
 @gluon.jit
-def write_differences_of(p, part: gl.constexpr, piece: gl.constexpr, scores, deltas):
-    """dS of a piece of P."""
-    FIRST: gl.constexpr = part * HALF + piece * PIECE
-    dp = scores.dp.slice(FIRST, PIECE).load()
+def write_differences_of(p, dp, part: gl.constexpr, piece: gl.constexpr, scores, deltas):
+    """dS of a piece of P and dP."""
     delta = deltas.slice(piece * PIECE, PIECE).load(gl.SliceLayout(0, dp.type.layout))
-    p = gl.convert_layout(p, dp.type.layout, assert_trivial=True)
     ds = rounded(mul2(p, sub2(dp, gl.expand_dims(delta, 0))), scores.ds.dtype)
     target = scores.low(scores.dp, part).slice(piece * PIECE, PIECE)
     target.store(gl.convert_layout(ds, target.get_reg_layout(), assert_trivial=True))
-    scores.ds.slice(FIRST, PIECE, dim=1).store(ds)
+    scores.ds.slice(part * HALF + piece * PIECE, PIECE, dim=1).store(ds)
 
 
 @gluon.jit
 def write_differences(part: gl.constexpr, scores, weights, deltas):
     """dS of a role's half of a tile, published."""
-    write_differences_of(weights[0], part, 0, scores, deltas)
-    write_differences_of(weights[1], part, 1, scores, deltas)
+    left, right = halves_of(scores.dp.slice(part * HALF, HALF).load())
+    write_differences_of(weights[0], left, part, 0, scores, deltas)
+    write_differences_of(weights[1], right, part, 1, scores, deltas)
     fence_async_shared()
     mbarrier.arrive(scores.differed, count=1)
 
