@@ -320,6 +320,7 @@ class TwoLayers(nn.Module):
         return x.unflatten(-1, (2, 32)).attend(self.query, backend=BACKEND)
 
 
+@pytest.mark.limit(300)  # inductor compiles for long on a busy host
 @pytest.mark.filterwarnings("ignore")  # inductor warns of TF32, of torch.jit and of more as versions go
 def test_a_compiled_module_trains_as_the_eager_one_does():
     """CMP-01, CMP-02, CMP-04."""
