@@ -40,7 +40,6 @@ from jaggedtensor.kernels.shared.walk import Schedule, read_tile, start_walk
 
 M: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
-AHEAD: gl.constexpr = gl.constexpr(4)  # tiles that a CTA of a chain tells of at a time
 
 
 @aggregate
@@ -169,8 +168,6 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
             place = ragged_place(span.k_start, span.k_count, block * C.block_n, tile.head)
             if C.parts == 1:
                 tma.async_store(out_desc, place, slot.buffer)
-                tma.store_wait(0)
-                slot.release()
             else:
                 if part == 0:
                     tma.async_store(out_desc, place, slot.buffer)
@@ -178,12 +175,11 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
                     while before <= turn:
                         before = gl.atomic_add(mine - 1, 0, sem="acquire", scope="gpu")
                     tma.async_atomic_add(out_desc, place, slot.buffer)
-                tma.store_wait(0)
-                slot.release()
+                tma.store_wait(1, read_only=False)
+                gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
                 turn += 1
-                if turn % AHEAD == 0:  # in steps, so that the next CTA asks once for several tiles
-                    tma.store_wait(0, read_only=False)
-                    gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
+            tma.store_wait(0)
+            slot.release()
         walk = walk.next(t)
     if C.parts > 1:
         tma.store_wait(0, read_only=False)
