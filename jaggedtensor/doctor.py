@@ -47,6 +47,7 @@ CASES = {
     "one long query for all": _HALF.with_options(q_length=300),
     "few rows, grouped heads": _HALF.with_options(q_length=5, heads=8, dtype=torch.float16),
     "a query for each": _HALF.with_options(query=QueryKind.PER_SEQUENCE, dim=64, value_dim=64),
+    "a long sequence among short ones": _HALF.with_options(k_lengths=(5000, 3, 0, 40), heads=2, kv_heads=2),
     "jagged": _JAGGED,
     "jagged, causal, grouped heads": _JAGGED.with_options(causal=True, heads=4),
     "jagged, window": _JAGGED.with_options(window=(70, 20), dim=64, value_dim=64),

@@ -17,6 +17,7 @@ from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
+CUTS = False  # until tests/gpu has seen cut tiles right on a Hopper GPU: emulated and compiled, never run
 LONG = 16  # KV blocks of a tile below which cutting it costs more than it saves
 
 
@@ -75,7 +76,7 @@ def plan_forward(
 def cuts_pay(problem: AttentionProblem, config: Config, keys: JaggedLayout) -> bool:
     """Whether the host knows that the longest tile is worth cutting: it takes a CTA twice its share, and longer than a
     merge does."""
-    if torch.compiler.is_compiling():  # which would compile anew for each batch
+    if not CUTS or torch.compiler.is_compiling():  # which would compile anew for each batch
         return False
     longest, tokens = keys.longest_on_host, keys.known_num_tokens
     workers, lines = problem.device.processors * config.ctas, problem.kv_heads * config.q_blocks
