@@ -351,7 +351,7 @@ def test_random_state_is_untouched():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp's own
 def test_forward_mode_is_refused_or_right():
     """A tangent must not be lost unseen: torch.func.jvp of what has no rule for it raises; the reference has one."""
     keys = JaggedTensor.from_list([torch.randn(n, 2, 4, dtype=torch.float64) for n in (3, 0, 2)])
