@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from triton.runtime import driver
 
 from jaggedtensor import env
+from jaggedtensor.kernels.shared.hooks import is_watched
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
@@ -36,26 +38,12 @@ def launch(
     compiled = _COMPILED.get(key)
     if compiled is None:
         _COMPILED[key] = kernel[(programs,)](*arguments(itself), **options)
-    elif _is_watched():
+    elif is_watched():
         compiled[(programs, 1, 1)](*arguments(itself))
     else:
-        driver = _runtime().driver.active
-        stream = driver.get_current_stream(driver.get_current_device())
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
         compiled.run(
             programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *arguments(Tensor.data_ptr),
         )  # fmt: skip
-
-
-def _runtime() -> Any:
-    from triton import runtime
-
-    return runtime
-
-
-def _is_watched() -> bool:
-    """Whether a profiler wants to hear of launches."""
-    from triton import knobs
-
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

@@ -16,6 +16,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from jaggedtensor.kernels.shared.dsl import TensorDescriptor
+from jaggedtensor.kernels.shared.hooks import is_watched
 
 MOST_MAPS = 1024
 Descriptor = tuple[Hashable, Callable[[], TensorDescriptor]]  # all that its map depends on; what makes it
@@ -45,7 +46,7 @@ class Variant:
             compiled = self.kernel[(programs,)](*(make() for _, make in descriptors), *args, **self.options)
             if aligned:
                 self._read(compiled)
-        elif not self._plain or _watched():
+        elif not self._plain or is_watched():
             self._compiled[(programs, 1, 1)](*(make() for _, make in descriptors), *args)
         else:
             arguments: list[Any] = []
@@ -95,9 +96,3 @@ def launch(
     if variant is None:
         variant = _VARIANTS[place] = Variant(kernel, options)
     variant.launch(programs, descriptors, args, key is not None)
-
-
-def _watched() -> bool:
-    """Whether a profiler wants to be told of launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
