@@ -1,6 +1,6 @@
 """Tests that need a CUDA GPU run in child processes under a watchdog: a kernel that hangs or faults spoils its process,
 but not the tests that come after. A child takes a few tests of a file, and several children run at a time, so that they
-compile side by side.
+compile side by side; where there are several GPUs, each child begins with another one.
 
     python -m pytest tests/gpu                              # all
     JAGGEDTENSOR_GPU_CHILD=0 python -m pytest tests/gpu -k stride    # in this process, for a debugger or a sanitizer
@@ -30,7 +30,7 @@ from jaggedtensor.testing.guards import poison_free_memory
 
 HERE = Path(__file__).parent
 CHILD = "JAGGEDTENSOR_GPU_CHILD"  # the number of the pipe that a child reports to
-AT_A_TIME = 12
+AT_A_TIME = max(2, (os.cpu_count() or 1) * 3 // 4)
 FEW = 16  # tests of a child
 ALONE = ("test_schedules_gpu.py", "test_speed_gpu.py")  # which measure time
 LIMIT = 60.0  # seconds for a test, compilation included
@@ -96,8 +96,8 @@ def _run_files(session: pytest.Session, files: list[list[pytest.Item]]) -> None:
             waiting.put(items[i : i + few])
     reports: queue.Queue[tuple[pytest.Item, Any]] = queue.Queue()
     alone = any(items[0].path.name in ALONE for items in files)
-    for _ in range(1 if alone else AT_A_TIME):
-        threading.Thread(target=_serve, args=(waiting, reports), daemon=True).start()
+    for number in range(1 if alone else AT_A_TIME):
+        threading.Thread(target=_serve, args=(waiting, reports, number), daemon=True).start()
     hook, missing = session.config.hook, {item.nodeid for items in files for item in items}
     while missing:
         item, data = reports.get()
@@ -113,17 +113,25 @@ def _run_files(session: pytest.Session, files: list[list[pytest.Item]]) -> None:
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
-def _serve(waiting: queue.Queue[list[pytest.Item]], reports: queue.Queue[tuple[pytest.Item, Any]]) -> None:
+def _serve(waiting: queue.Queue[list[pytest.Item]], reports: queue.Queue[tuple[pytest.Item, Any]], number: int) -> None:
     while True:
         try:
             left = waiting.get_nowait()
         except queue.Empty:
             return
         while left:
-            left = _run(left, reports)
+            left = _run(left, reports, number)
 
 
-def _run(items: list[pytest.Item], reports: queue.Queue[tuple[pytest.Item, Any]]) -> list[pytest.Item]:
+def _gpus(number: int) -> str:
+    """All GPUs in an order whose first is child `number`'s."""
+    count = torch.cuda.device_count()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
+    first = number % count
+    return ",".join(seen[first:] + seen[:first])
+
+
+def _run(items: list[pytest.Item], reports: queue.Queue[tuple[pytest.Item, Any]], number: int) -> list[pytest.Item]:
     """Run tests in a child until it ends or has to be ended; those that it did not come to."""
     by_id = {item.nodeid: item for item in items}
     read, write = os.pipe()
@@ -140,7 +148,7 @@ def _run(items: list[pytest.Item], reports: queue.Queue[tuple[pytest.Item, Any]]
     child = subprocess.Popen(
         [*command, *by_id],
         cwd=items[0].config.rootpath,
-        env={**os.environ, CHILD: str(write)},
+        env={**os.environ, CHILD: str(write), "CUDA_VISIBLE_DEVICES": _gpus(number)},
         pass_fds=(write,),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
