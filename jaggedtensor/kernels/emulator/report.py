@@ -13,7 +13,9 @@ class Event:
 
     `start` and `end` are places in the order of all events of a run, `after` the numbers of events that it came after
     for a reason (arrivals before a wait, the one before it in an engine's queue). Bytes are what it moves, `shape` is
-    that of the tile (M, N, K of a product).
+    that of the tile (M, N, K of a product). Of a product, bytes are those in shared memory. `work` is the arithmetic
+    of the role since its event before this: (kind, instructions of each warp), in order, see `values.note_work`;
+    ("after", number) where a block is first needed that the event of that number loads.
     """
 
     number: int
@@ -27,7 +29,8 @@ class Event:
     where: tuple  # (code, line) of the kernel, innermost first
     start: int
     end: int
-    name: str = ""  # of the barrier or buffer
+    name: str = ""  # of the barrier or buffer; "written" where stores are waited for for good
+    work: tuple = ()
 
     @property
     def line(self) -> str:

@@ -74,6 +74,7 @@ class Role(Actor):
         self.copies: list = []  # cp.async of the group that is not yet committed
         self.copy_groups: list = []
         self.unrolled: list[int] = []  # where it is in loops that the compiler unrolls
+        self.work: list = []  # arithmetic since the last event: [kind, instructions of each warp]
         self.has_initialised = False  # barriers of a cluster, and the others have not been told
         self.stats = RoleStats(name, cta.rank)
         cluster.roles.append(self)
@@ -433,4 +434,8 @@ class Cluster(Machine):
         return self.report.clock
 
     def event(self, role: Role, kind: str, nbytes: int, shape: tuple, after: tuple, where: tuple) -> Event:
-        return self.report.trace(self.program, role.stats, kind, nbytes, shape, after, where, self.now())
+        event = self.report.trace(self.program, role.stats, kind, nbytes, shape, after, where, self.now())
+        if role.work:
+            event.work = tuple((kind, count) for kind, count in role.work)
+            role.work.clear()
+        return event

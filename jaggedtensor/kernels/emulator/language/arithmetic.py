@@ -22,6 +22,7 @@ from jaggedtensor.kernels.emulator.language.values import (
     binary,
     from_storage,
     joint_part,
+    note_work,
     number,
     promote,
     same_rank,
@@ -95,6 +96,8 @@ def cast(x, dtype, fp_downcast_rounding=None, bitcast=False):
     if dtype.is_fp8():
         largest = torch.finfo(torch_dtype(dtype)).max
         data = data.float().clamp(-largest, largest)  # cvt.satfinite
+    narrow = dtype.primitive_bitwidth < x.dtype.primitive_bitwidth  # two at a time
+    note_work("integer", data.numel() // (1 + narrow), x)
     return Tensor(as_torch(Tensor(data, x.dtype), dtype), dtype, x.layout, x.part)
 
 
@@ -119,6 +122,7 @@ def _unary(block, scalar, dtypes=("fp32", "fp64")):
             raise TypeError(f"expected one of {dtypes}, got {x.dtype}")
         if isinstance(x, Scalar):
             return Scalar(wrap(scalar(x.value), x.dtype), x.dtype)
+        note_work("special", x.data.numel(), x)
         return Tensor(block(x.data), x.dtype, x.layout, x.part)
 
     return apply
@@ -153,8 +157,8 @@ def absolute(x):
     return Tensor(x.data.abs(), x.dtype, x.layout, x.part)
 
 
-def _elementwise(operands, function, dtype, result=None):
-    """`function` of torch operands in `dtype`; scalars in, scalar out."""
+def _elementwise(operands, function, dtype, result=None, kind="integer"):
+    """`function` of torch operands in `dtype`; scalars in, scalar out. `kind` as in `note_work`."""
     result = result or dtype
     if not any(isinstance(x, Tensor) for x in operands):
         tensors = [torch.tensor(wrap(number(x), dtype), dtype=torch_dtype(dtype)) for x in operands]
@@ -166,7 +170,9 @@ def _elementwise(operands, function, dtype, result=None):
     for x in operands:
         value = as_torch(x, dtype)
         tensors.append(value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch_dtype(dtype)))
-    return Tensor(function(*tensors), result, first.layout, joint_part(*operands))
+    data = function(*tensors)
+    note_work(kind, data.numel() // (1 + (kind == "packed")), *operands)
+    return Tensor(data, result, first.layout, joint_part(*operands))
 
 
 def _common(*operands):
@@ -215,7 +221,9 @@ def where(condition, x, y):
         v if isinstance(v, torch.Tensor) else torch.tensor(v, dtype=torch_dtype(dtype))
         for v in (as_torch(x, dtype), as_torch(y, dtype))
     )
-    return Tensor(torch.where(test != 0, left, right), dtype, operands[0].layout, joint_part(*operands))
+    data = torch.where(test != 0, left, right)
+    note_work("integer", data.numel(), *operands)
+    return Tensor(data, dtype, operands[0].layout, joint_part(*operands))
 
 
 def _fused(x, y, z):
@@ -226,17 +234,26 @@ def _fused(x, y, z):
     return torch.addcmul(z.to(wide), x.to(wide), y.to(wide)).to(x.dtype)
 
 
-@emulates("both.fma", "tl.math.fma", "blackwell.fma2")
+@emulates("both.fma", "tl.math.fma")
 def fma(x, y, z, dtype=None):
-    return _elementwise((x, y, z), _fused, dtype or _common(x, y, z))
+    return _elementwise((x, y, z), _fused, dtype or _common(x, y, z), kind="float")
 
 
-for _name, _operation in {"add": "add", "sub": "sub", "mul": "mul"}.items():
+@emulates("blackwell.fma2")
+def fma2(x, y, z):
+    return _elementwise((x, y, z), _fused, _common(x, y, z), kind="packed")
 
-    def _packed(x, y, dtype=None, sanitize_overflow=True, _operation=_operation):
+
+for _name in ("add", "sub", "mul"):
+
+    def _plain(x, y, dtype=None, sanitize_overflow=True, _operation=_name):
         return binary(_operation, x, y)
 
-    emulates(f"both.{_name}", f"blackwell.{_name}2")(_packed)
+    def _packed(x, y, _operation=_name):
+        return binary(_operation, x, y, packed=True)
+
+    emulates(f"both.{_name}")(_plain)
+    emulates(f"blackwell.{_name}2")(_packed)
 emulates("blackwell.max2")(lambda x, y, dtype=None: maximum(x, y))
 emulates("blackwell.min2")(lambda x, y, dtype=None: minimum(x, y))
 
@@ -360,6 +377,8 @@ def convert_layout(x, layout, assert_trivial=False):
         x.used()
     if not isinstance(x, Tensor):
         raise TypeError(f"convert_layout needs a block, got {type(x).__name__}")
+    if not assert_trivial:
+        note_work("integer", 0, x)
     return Tensor(x.data, x.dtype, layout, x.part)
 
 
@@ -429,6 +448,7 @@ def _reducer(largest):
                 _reduced(first, x, axis, tl.int32, part, keep_dims),
             )
         x = _narrow_to_32(x)
+        note_work("extreme", x.data.numel(), x)
         return _reduced(_extreme(x, axis, largest), x, axis, x.dtype, part, keep_dims)
 
     return reduce_extreme
@@ -460,6 +480,7 @@ def _sum_dtype(dtype, asked):
 def reduce_sum(input, axis=None, keep_dims=False, dtype=None):
     x = cast(input, _sum_dtype(input.dtype, dtype))
     x, axis, part = _axis(x, axis)
+    note_work("float", x.data.numel(), x)
     return _reduced(x.data.sum(axis).to(x.data.dtype), x, axis, x.dtype, part, keep_dims)
 
 

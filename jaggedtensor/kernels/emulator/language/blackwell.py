@@ -349,7 +349,9 @@ def tcgen05_mma(a, b, acc, *, use_acc=True, pred=True, multicast=False, mbarrier
             share = result[split_slices(acc.shape, acc.bases, cta.rank)] if len(ctas) > 1 else result
             checks.store(operation, acc.view, cta.tensor, share)
 
-    size = nbytes(a.view.shape, a.dtype) + nbytes(b.view.shape, b.dtype)
+    size = nbytes(b.view.shape, b.dtype)
+    if isinstance(a, SharedDescriptor):
+        size += nbytes(a.view.shape, a.dtype)
     operation = TensorCore(role, "mma", size, (a.shape[0], b.shape[1], a.shape[1]), work)
     operation.event.name = acc.label
     operation.targets_of = [(cta.tensor, acc.view) for cta in ctas]

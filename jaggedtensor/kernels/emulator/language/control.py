@@ -292,8 +292,11 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", *
         if not selected:
             return Scalar(wrap(number(other), dtype) if other is not None else _element_poison(dtype), dtype)
         return Scalar(wrap(flat[offsets].item(), dtype), dtype)
+    event = _on_its_way("global load", offsets, dtype)
     if selected is None:
-        return Tensor(from_storage(flat[offsets], dtype), dtype)
+        block = Tensor(from_storage(flat[offsets], dtype), dtype)
+        block.origin = event.number
+        return block
     data = from_storage(
         flat[torch.where(selected, offsets, 0)] if flat.numel() else flat.new_zeros(offsets.shape), dtype
     )
@@ -302,7 +305,16 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", *
     else:
         fill = as_torch(other, dtype)
         fill = fill if isinstance(fill, torch.Tensor) else torch.tensor(fill, dtype=torch_dtype(dtype))
-    return Tensor(torch.where(selected, data, fill), dtype)
+    block = Tensor(torch.where(selected, data, fill), dtype)
+    block.origin = event.number
+    return block
+
+
+def _on_its_way(kind: str, offsets: torch.Tensor, dtype) -> Any:
+    """The event of ordinary loads and stores of a block."""
+    role = current()
+    size = offsets.numel() * dtype.primitive_bitwidth // 8
+    return role.cluster.event(role, kind, size, tuple(offsets.shape), (), role.chain())
 
 
 @emulates("both.store")
@@ -328,6 +340,7 @@ def store(pointer, value, mask=None, boundary_check=(), **policies):
         selected = selected.expand(offsets.shape)
         offsets, data = offsets[selected], data[selected]
     _logged(pointer, offsets, None, True)
+    _on_its_way("global store", offsets, dtype)
     flat[offsets] = data.to(flat.dtype)
 
 
@@ -421,3 +434,6 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if function is None:
         raise UnknownBuiltin(f"the inline assembly {asm!r} (teach_assembly says what it does)", "language/control.py")
     return function(*args)
+
+
+teach_assembly("max.f32 $0, $1, $2, $3;", lambda a, b, c: maximum(maximum(a, b), c))

@@ -188,7 +188,8 @@ def tma_store_wait(pendings, read_only=True):
     for operation in must:
         join(role.clock, operation.clock)
     role.stores = [op for op in role.stores if op not in must or op.done < 2]
-    role.cluster.event(role, "store wait", 0, (), tuple(op.event.number for op in must), role.chain())
+    after = tuple(op.event.number for op in must)
+    role.cluster.event(role, "store wait", 0, (), after, role.chain()).name = "" if read_only else "written"
 
 
 @emulates("nvidia.tma.make_tensor_descriptor")

@@ -7,6 +7,7 @@ does and divides as C does; plain Python integers would hide errors of sign and 
 import struct
 from typing import Any, NamedTuple
 
+import greenlet
 import torch
 import triton.language as tl
 
@@ -163,12 +164,14 @@ class Scalar(Value):
 class Tensor(Value):
     """A block in registers: `data` (torch), its type, a layout, and which CTA of the cluster holds which part.
 
-    `part` is None where every CTA could compute all of it, else the bases of the layout's split over CTAs.
+    `part` is None where every CTA could compute all of it, else the bases of the layout's split over CTAs. `origin`
+    is what a model of cost must know of how it was made: the number of the event that loads it, "product", or None.
     """
 
-    __slots__ = ("data", "dtype", "layout", "part")
+    __slots__ = ("data", "dtype", "layout", "origin", "part")
 
     def __init__(self, data, dtype, layout=OPAQUE, part=None):
+        self.origin = None
         self.data = data
         self.dtype = dtype
         self.layout = layout
@@ -264,6 +267,25 @@ class Pointer(Value):
 
     def __repr__(self):
         return f"pointer into {self.buffer.name}"
+
+
+def note_work(kind: str, elements: int, *operands) -> None:
+    """Tells the role at work what arithmetic on a block takes, for a model of cost: instructions of each of its warps.
+
+    `kind` is the pipe: "float", "packed" (two fp32 in an instruction), "integer" (also comparisons, conversions,
+    choices), "special" (exponentials and the like), or "extreme" (a reduction that all that follows must wait for).
+    """
+    role = getattr(greenlet.getcurrent(), "role", None)
+    if role is None or not role.cluster.report.keep_events:
+        return
+    for x in operands:
+        if type(x) is Tensor and x.origin.__class__ is int:
+            role.work.append(["after", x.origin])
+    count = -(-elements // (32 * role.num_warps))
+    if role.work and role.work[-1][0] == kind:
+        role.work[-1][1] += count
+    else:
+        role.work.append([kind, count])
 
 
 def number(x):
@@ -434,7 +456,7 @@ def as_torch(x, dtype):
     return value
 
 
-def binary(name, a, b):
+def binary(name, a, b, packed=False):
     """`a name b` with Triton's promotion and C's integer arithmetic."""
     if type(a) is Scalar and a.dtype is tl.int32 and name in _QUICK:
         other = b if type(b) is int else b.value if type(b) is Scalar and b.dtype is tl.int32 else None
@@ -468,7 +490,14 @@ def binary(name, a, b):
         x = torch.tensor(x, dtype=torch_dtype(dtype))
     data = op.block(x, y)
     first = a if isinstance(a, Tensor) else b
-    return Tensor(trim(data, result), result, first.layout, joint_part(a, b))
+    made = Tensor(trim(data, result), result, first.layout, joint_part(a, b))
+    if not dtype.is_floating() or op.kind == "compare":
+        note_work("integer", data.numel(), a, b)
+    elif name not in ("add", "sub") or not any(isinstance(x, Tensor) and x.origin == "product" for x in (a, b)):
+        note_work("packed" if packed else "float", data.numel() // (1 + packed), a, b)  # else one multiply-add
+    if name == "mul":
+        made.origin = "product"
+    return made
 
 
 def _negative(x):
