@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout as TensorMemoryLayout
 from triton.experimental.gluon.language.nvidia.blackwell import add2 as add2
 from triton.experimental.gluon.language.nvidia.blackwell import allocate_tensor_memory as allocate_tensor_memory
+from triton.experimental.gluon.language.nvidia.blackwell import async_store as async_store
 from triton.experimental.gluon.language.nvidia.blackwell import clc as clc
 from triton.experimental.gluon.language.nvidia.blackwell import fma2 as fma2
 from triton.experimental.gluon.language.nvidia.blackwell import mul2 as mul2

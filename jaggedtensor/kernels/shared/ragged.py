@@ -13,6 +13,7 @@ from jaggedtensor.kernels.shared.dsl import TensorDescriptor, gl, gluon
 
 MOST_ROWS: gl.constexpr = gl.constexpr(1 << 30)
 _UNBOUNDED = 0x7FFF0000
+_SPLITS = {None: [], "rows": [[0, 0, 1, 0, 0]], "columns": [[0, 0, 0, 0, 1]]}  # of the five dimensions of a block
 _ALIGNED = 256  # elements: a stride that nothing depends on, as torch gives any for a dimension of size 1
 
 
@@ -30,8 +31,9 @@ def strides_fit(x: Tensor) -> bool:
     )
 
 
-def ragged(x: Tensor, rows: int, heads: int, columns: int) -> Descriptor:
-    """Of `[tokens, H, D]`, for blocks of some rows, heads and columns that end where a sequence does.
+def ragged(x: Tensor, rows: int, heads: int, columns: int, split: str | None = None) -> Descriptor:
+    """Of `[tokens, H, D]`, for blocks of some rows, heads and columns that end where a sequence does. Of two CTAs that
+    share a block each has half of its rows or of its columns, as `split` says.
 
     As `triton.tools.ragged_tma`: the rows get 2 ** 30 as their bound, and two coordinates in front, whose strides come
     to 0 modulo 2 ** 64 together with that bound, tell where a sequence ends. Row r of a sequence of n that begins at s
@@ -46,11 +48,11 @@ def ragged(x: Tensor, rows: int, heads: int, columns: int) -> Descriptor:
     block = [1, 1, rows, heads, columns]
 
     def make() -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout(128, 8 * x.itemsize, 5)
+        layout = gl.NVMMASharedLayout(min(128, columns * x.itemsize), 8 * x.itemsize, 5, cga_layout=_SPLITS[split])
         shape = [_UNBOUNDED, _UNBOUNDED, MOST_ROWS.value, h, d]
         return TensorDescriptor(x, shape, [2**34 - row, row, row, head, 1], block, layout)
 
-    return (x.data_ptr(), row, head, h, d, x.dtype, rows, heads, columns), make
+    return (x.data_ptr(), row, head, h, d, x.dtype, rows, heads, columns, split), make
 
 
 @gluon.jit
