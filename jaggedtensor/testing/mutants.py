@@ -13,7 +13,8 @@ changes nothing that matters: then the family says why.
 
     python -m jaggedtensor.testing.mutants tests/emulator/mechanisms/tma_ring.py
 
-A family is a module, by its path or its dotted name, with a `FAMILY` (see `jaggedtensor.testing.families`).
+A family is a module, by its path or its dotted name, with a `FAMILY` (see `jaggedtensor.testing.families`). A table at
+the end has the count of each; it exits with 1 if less than a share of some family's mutants (`--floor`) is found.
 """
 
 from __future__ import annotations
@@ -426,6 +427,11 @@ class Score:
         total = len([name for name in self.verdicts if name not in self.equivalent])
         return total - len(self.survivors), total
 
+    def passes(self, floor: float) -> bool:
+        """Whether enough are found, no excuse is wrong, and the unchanged kernel is right."""
+        found, total = self.counts
+        return found >= floor * total and not self.mistaken and not self.right.kind
+
     def __str__(self) -> str:
         killed, total = self.counts
         by = Counter(v.kind for v in self.verdicts.values() if v.found)
@@ -442,7 +448,15 @@ class Score:
         return "\n".join(lines)
 
 
-def score(family: str, runs: Sequence[Run], *, jobs: int = 2, limit: float = 60.0, only: int | None = None) -> Score:
+def score(
+    family: str,
+    runs: Sequence[Run],
+    *,
+    jobs: int = 2,
+    limit: float = 60.0,
+    only: int | None = None,
+    title: str = "",
+) -> Score:
     """Judges the mutants of a family, or `only` so many, evenly picked, with a bar of progress on a terminal."""
     about = load_module(family).FAMILY
     tasks = [
@@ -456,7 +470,7 @@ def score(family: str, runs: Sequence[Run], *, jobs: int = 2, limit: float = 60.
     first = (about.modules or (family,))[0]
     right, verdicts = Verdict(""), {}
     judged = judge_all([Task(family, first, "", source_of(first)), *tasks], runs, jobs=jobs, limit=limit)
-    for task, found in _with_progress(judged, len(tasks) + 1, about.name):
+    for task, found in _with_progress(judged, len(tasks) + 1, title + about.name):
         if task.name:
             verdicts[task.name] = found[0]
         else:
@@ -474,27 +488,50 @@ def _with_progress(items: Iterable[Any], total: int, name: str) -> Iterable[Any]
     return tqdm(items, total=total, desc=name, disable=not sys.stderr.isatty(), leave=False)
 
 
+FLOOR = 0.95  # share of a family's mutants that must be found
+
+
+def table_of(scores: Sequence[Score], seconds: Sequence[float]) -> str:
+    """A line for each family, and one for all."""
+    width = max(len(s.family) for s in scores)
+    rows = [f"{'family':{width}} {'mutants':>8} {'found':>6} {'share':>7} {'equivalent':>11} {'minutes':>8}"]
+    total = [0, 0, 0]
+    for result, took in zip(scores, seconds, strict=True):
+        numbers = (result.counts[1], result.counts[0], len(result.equivalent))
+        total = [a + b for a, b in zip(total, numbers, strict=True)]
+        rows.append(_line(result.family.ljust(width), *numbers, took))
+    return "\n".join([*rows, _line("all".ljust(width), *total, sum(seconds))])
+
+
+def _line(name: str, mutants: int, found: int, equivalent: int, seconds: float) -> str:
+    return f"{name} {mutants:8} {found:6} {found / max(1, mutants):7.1%} {equivalent:11} {seconds / 60:8.1f}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the score of each family; 1 if a mutant survives, 0 otherwise."""
+    """Prints the score of each family, then a table of all; 1 if one is below the floor or wrong otherwise, else 0."""
     parser = argparse.ArgumentParser(prog="python -m jaggedtensor.testing.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("family", nargs="+", help="a file or a dotted module with a FAMILY")
-    parser.add_argument("--seeds", type=int, default=4, help="seeds for each order that has a choice")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds for each order that has a choice")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one mutant")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant")
+    parser.add_argument("--sample", type=int, help="only so many mutants of each family, evenly picked")
+    parser.add_argument("--floor", type=float, default=FLOOR, help="share of each family's that must be found")
     parser.add_argument("--verbose", action="store_true", help="print the verdict on every mutant")
     given = parser.parse_args(arguments)
-    killed = total = 0
-    clean = True
-    for family in given.family:
-        result = score(family, schedules(given.seeds), jobs=given.jobs, limit=given.limit)
+    scores, seconds = [], []
+    for number, family in enumerate(given.family):
+        begin = time.monotonic()
+        title = f"{number + 1}/{len(given.family)} "
+        runs = schedules(given.seeds)
+        result = score(family, runs, jobs=given.jobs, limit=given.limit, only=given.sample, title=title)
         print(result, flush=True)
         if given.verbose:
             for name, verdict in result.verdicts.items():
                 print(f"  {verdict.kind or 'nothing found'} [{verdict.schedule}, {verdict.seconds:.1f} s]: {name}")
-        killed, total = killed + result.counts[0], total + result.counts[1]
-        clean &= not (result.survivors or result.mistaken or result.right.kind)
-    print(f"all: {killed} / {total} found, {100 * killed / max(1, total):.1f} %")
-    return 0 if clean else 1
+        scores.append(result)
+        seconds.append(time.monotonic() - begin)
+    print(table_of(scores, seconds))
+    return 0 if all(result.passes(given.floor) for result in scores) else 1
 
 
 if __name__ == "__main__":

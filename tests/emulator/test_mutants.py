@@ -12,7 +12,18 @@ pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
 from jaggedtensor.testing.families import Bad, Operands, WrongValue
-from jaggedtensor.testing.mutants import Score, Task, Verdict, bad_variant, judge_all, mutants_of, schedules, score
+from jaggedtensor.testing.mutants import (
+    Score,
+    Task,
+    Verdict,
+    bad_variant,
+    judge_all,
+    main,
+    mutants_of,
+    schedules,
+    score,
+    table_of,
+)
 
 MECHANISMS = Path(__file__).parent / "mechanisms"
 ROLE = '''
@@ -125,6 +136,39 @@ def test_a_score_counts_failed_runs_as_survivors_and_names_wrong_excuses() -> No
     assert score.survivors == ["failed", "not found"]
     assert score.mistaken == ["found though excused", "gone"]
     assert "survives: failed (failed: KeyError: x)" in str(score)
+
+
+def test_a_family_passes_with_enough_found_and_nothing_wrong() -> None:
+    verdicts = {f"mutant {i}": Verdict("race" if i else "") for i in range(20)}
+    enough = Score("short", Verdict(""), verdicts, {})
+    assert enough.passes(0.95)
+    assert not enough.passes(0.96)
+    assert not Score("broken", Verdict("race"), verdicts, {}).passes(0.5)
+    assert not Score("excused", Verdict(""), verdicts, {"mutant 1": "why"}).passes(0.5)
+    lines = table_of([enough, Score("a longer name", Verdict(""), verdicts, {"mutant 0": "why"})], [60.0, 90.0])
+    assert [line.split()[-5:] for line in lines.splitlines()[1:]] == [
+        ["20", "19", "95.0%", "0", "1.0"],
+        ["19", "19", "100.0%", "1", "1.5"],
+        ["39", "38", "97.4%", "1", "2.5"],
+    ]
+
+
+def test_a_family_below_the_floor_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of this one's device function a wait may go without anybody noticing."""
+    family = tmp_path / "family.py"
+    family.write_text(
+        "from jaggedtensor.testing.families import Family\n"
+        "def jit(f): return f\n"
+        "@jit\n"
+        "def role(x):\n"
+        "    mbarrier.wait(x)\n"
+        "FAMILY = Family('careless', runner=lambda order, seed: None)\n"
+    )
+    assert main([str(family), "--seeds", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "survives: role: delete mbarrier.wait(x)" in printed
+    assert printed.splitlines()[-1].split()[:5] == ["all", "1", "0", "0.0%", "0"]
+    assert main([str(family), "--seeds", "1", "--floor", "0"]) == 0
 
 
 @pytest.mark.parametrize("path", sorted(MECHANISMS.glob("*.py")), ids=lambda p: p.stem)
