@@ -49,6 +49,7 @@ class RoleStats:
     blocked: int = 0  # waits that did not pass at once
     nbytes: int = 0
     kinds: Counter = field(default_factory=Counter)
+    warps: int = 0
 
 
 @dataclass

@@ -76,7 +76,7 @@ class Role(Actor):
         self.unrolled: list[int] = []  # where it is in loops that the compiler unrolls
         self.work: list = []  # arithmetic since the last event: [kind, instructions of each warp]
         self.has_initialised = False  # barriers of a cluster, and the others have not been told
-        self.stats = RoleStats(name, cta.rank)
+        self.stats = RoleStats(name, cta.rank, warps=num_warps)
         cluster.roles.append(self)
 
     def chain(self) -> tuple:

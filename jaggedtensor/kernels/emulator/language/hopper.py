@@ -96,6 +96,13 @@ def _check_box(role: Role, descriptor: TensorMap, buffer: SharedDescriptor, coor
         raise ValueError(f"{len(coordinates)} coordinates for a block of {list(descriptor.block_shape)}")
     if buffer.numel != math.prod(descriptor.block_shape) or buffer.shape[-1] != descriptor.block_shape[-1]:
         role.machine.fatal("bad operand", f"TMA between {place}: the shapes differ", role)
+    if len(buffer.shape) != len(descriptor.block_shape) and any(any(basis) for basis in descriptor.bases):
+        role.machine.find(
+            "bad operand",
+            f"TMA between {place}: the block is shared by CTAs, and has other dimensions than the buffer",
+            role,
+            advice="Triton adds a CTA's place to the last dimensions of the block: give the buffer the block's dimensions",
+        )
     if buffer.dtype.primitive_bitwidth != descriptor.dtype.primitive_bitwidth:
         role.machine.fatal("bad operand", f"TMA between {place}: the types differ in size", role)
     ours, theirs = buffer.layout, descriptor.layout
