@@ -230,6 +230,26 @@ def test_each_target_has_its_own_tensor_cores():
     assert emulate(tensor_kernel, (1,), square(), num_warps=4, WAIT=True, COLUMNS=64).status == "bad operand"
 
 
+@gluon.jit
+def pair_kernel(desc, FLAT: gl.constexpr):
+    """A block [16, 1, 32] whose rows two CTAs share, into a buffer with as many dimensions or with two."""
+    buffer = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
+    flat: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2, cga_layout=[[1, 0]])
+    full = mbarrier.allocate_mbarrier()
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, desc.nbytes_per_cta)
+    tma.async_load(desc, [0, 0, 0], full, buffer.reinterpret(gl.float32, [16, 32], flat) if FLAT else buffer)
+    mbarrier.wait(full, 0)
+
+
+def test_a_block_that_ctas_share_has_the_dimensions_of_its_buffer():
+    """Triton adds a CTA's place to the last dimensions of the block, here to the second and the third."""
+    layout = gl.NVMMASharedLayout(128, 32, 3, cga_layout=[[1, 0, 0]])
+    desc = TensorDescriptor.from_tensor(torch.zeros(64, 4, 32), [16, 1, 32], layout)
+    for flat, status in ((False, "ok"), (True, "bad operand")):
+        assert emulate(pair_kernel, (1,), desc, num_warps=4, num_ctas=2, target="sm100", FLAT=flat).status == status
+
+
 # tcgen05 ------------------------------------------------------------------------------------------------------------
 
 

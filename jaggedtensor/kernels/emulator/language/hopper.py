@@ -278,8 +278,10 @@ def _major(view: View) -> int:
 
 
 def check_shared_operand(role: Role, operand: SharedDescriptor, k_dim: int, what: str) -> None:
-    """Operands other than 16-bit ones must be K-major, and in a layout that tensor cores read (PTX ISA, "wgmma",
-    "Strides"; "tcgen05", "Canonical layouts")."""
+    """In a layout that tensor cores read (PTX ISA, "wgmma", "Strides"; "tcgen05", "Canonical layouts"). Operands other
+    than 16-bit ones must be K-major but for 8-bit ones of tcgen05 (CUTLASS, "Blackwell SM100 GEMMs", tables of
+    layouts)."""
+    either = (16, 8) if role.cluster.launch.target == "sm100" else (16,)
     if not isinstance(operand.layout, NVMMASharedLayout):
         role.machine.find(
             "bad operand",
@@ -287,12 +289,12 @@ def check_shared_operand(role: Role, operand: SharedDescriptor, k_dim: int, what
             role,
             advice="NVMMASharedLayout",
         )
-    elif operand.dtype.primitive_bitwidth != 16 and min(operand.view.shape) > 1 and _major(operand.view) != k_dim:
+    elif operand.dtype.primitive_bitwidth not in either and min(operand.view.shape) > 1 and _major(operand.view) != k_dim:
         role.machine.find(
             "bad operand",
             f"operand {what} of a product is {operand!r}, whose K dimension is not contiguous",
             role,
-            advice="types other than fp16 and bf16 must be K-major",
+            advice="types other than fp16 and bf16, and of tcgen05 those of 8 bits, must be K-major",
         )
 
 
