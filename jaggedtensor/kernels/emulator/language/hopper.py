@@ -101,7 +101,7 @@ def _check_box(role: Role, descriptor: TensorMap, buffer: SharedDescriptor, coor
             "bad operand",
             f"TMA between {place}: the block is shared by CTAs, and has other dimensions than the buffer",
             role,
-            advice="Triton adds a CTA's place to the last dimensions of the block: give the buffer the block's dimensions",
+            advice="the block's dimensions for the buffer: Triton adds a CTA's place to the last ones of the block",
         )
     if buffer.dtype.primitive_bitwidth != descriptor.dtype.primitive_bitwidth:
         role.machine.fatal("bad operand", f"TMA between {place}: the types differ in size", role)
