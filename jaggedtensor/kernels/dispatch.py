@@ -78,13 +78,13 @@ def plan_blackwell(
     train: bool,
     block_mask: Tensor | None = None,
 ) -> Schedules:
-    """The portable kernels do the backward pass where its own one lacks something."""
+    """The portable kernels do the backward pass where its own ones lack something."""
     forward = plan_blackwell_forward(problem, keys, query, rows, q_rows, block_mask)
     if not train:
         return forward, []
     if blackwell_backward_lacks(problem):
         return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1]
-    return forward, plan_blackwell_backward(problem, keys, rows)
+    return forward, plan_blackwell_backward(problem, keys, query, rows, q_rows, block_mask)
 
 
 def nothing_more(problem: AttentionProblem) -> list[str]:

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.blackwell.plan import backward_lacks, plan_backward
+from jaggedtensor.kernels.blackwell.plan import backward_family, backward_lacks, plan_backward
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.testing.blackwell import B200, B300, innermost_loops, registers_of
 from jaggedtensor.testing.launches import _compiling_for
@@ -27,6 +27,11 @@ from jaggedtensor.testing.launches import _compiling_for
 def problem_of(q_len=128, heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=B200, **more):
     value_dim = dim if value_dim is None else value_dim
     return AttentionProblem(QueryKind.BROADCAST, q_len, heads, kv_heads, dim, value_dim, dtype, device, **more)
+
+
+def general_problem(heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=B200, **more):
+    value_dim = dim if value_dim is None else value_dim
+    return AttentionProblem(QueryKind.JAGGED, None, heads, kv_heads, dim, value_dim, dtype, device, **more)
 
 
 def compiled(problem):
@@ -98,6 +103,18 @@ def test_a_problem_beyond_the_budgets_is_refused_by_name():
         "broadcast query": replace(problem_of(), query=QueryKind.PER_SEQUENCE),
     }
     for words, problem in refused.items():
+        (reason,) = broadcast.lacks(problem)
+        assert re.search(words, reason), reason
+    refused = {
+        "1 to 1024 rows": problem_of(1025),
+        "no block mask of a broadcast query": problem_of(masked=True),
+        "no order under a block mask": general_problem(masked=True, deterministic=True),
+        "float32": general_problem(dtype=torch.float32),
+        "groups": general_problem(heads=12, kv_heads=4),
+        "multiples of 8": general_problem(dim=68),
+        "up to 128": general_problem(dim=192),
+    }
+    for words, problem in refused.items():
         (reason,) = backward_lacks(problem)
         assert re.search(words, reason), reason
 
@@ -112,10 +129,13 @@ def test_the_portable_kernels_do_what_is_refused():
     """Launchers and schedules."""
     blackwell, portable = by_name("blackwell"), by_name("portable")
     keys = JaggedLayout.from_lengths(torch.tensor([300, 0, 5]))
-    for problem, serves in ((problem_of(), blackwell), (problem_of(left=3), portable)):
+    families = {"broadcast": problem_of(), "general": problem_of(300), None: problem_of(dim=192)}
+    for family, problem in families.items():
+        serves = portable if family is None else blackwell
         assert blackwell.backward_launcher(problem) is serves.launcher()
         _, found = blackwell.schedules(problem, keys, None, 305, 128, True)
-        own = plan_backward(problem, keys, 305) if serves is blackwell else None
+        assert family is None or backward_family(problem) == family
+        own = plan_backward(problem, keys, None, 305, 128) if serves is blackwell else None
         wanted = own or portable.schedules(problem, keys, None, 305, 128, True)[1]
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert blackwell.schedules(problem, keys, None, 305, 128, False)[1] == []

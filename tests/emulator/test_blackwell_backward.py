@@ -14,7 +14,7 @@ pytest.importorskip("greenlet")
 
 from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import launch
-from jaggedtensor.kernels.blackwell.plan import plan_backward
+from jaggedtensor.kernels.blackwell.plan import plan_broadcast_backward
 from jaggedtensor.kernels.emulator import ORDERS, emulate
 from jaggedtensor.kernels.shared import gradients
 from jaggedtensor.problem import AttentionArgs
@@ -112,7 +112,7 @@ def test_the_launcher_copies_fills_and_sums(lengths, monkeypatch):
     exact = [x.double().requires_grad_() for x in (q, k[:tokens], v[:tokens])]
     out, lse = family.forward(*exact, offsets.tolist(), -0.2)
     wanted = torch.autograd.grad((out, lse), exact, (grad_out.double(), grad_lse.double()))
-    schedule = plan_backward(case.problem, layout, rows)
+    schedule = plan_broadcast_backward(case.problem, layout, rows)
     args = AttentionArgs(case.problem, q, k, v, None, offsets, -0.2, True, False, schedule)
     poison_free_memory(1 << 20, "cpu")
     results = args, grad_out, grad_lse, out.detach().half(), lse.detach().float()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
+from jaggedtensor.kernels.blackwell.attention_bwd_1cta import config as general
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
 from jaggedtensor.problem import AttentionProblem
@@ -23,15 +24,15 @@ LONG = 16  # KV blocks of a tile below which cutting it costs more than it saves
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
-    """Why these kernels cannot serve a problem on an SM100 in half precision; empty if they can."""
+    """Why these kernels cannot serve a problem on an SM100 in a dtype of theirs; empty if they can."""
     reasons = []
     if problem.group > forward.ROWS:
         reasons.append(f"packs up to {forward.ROWS} query heads for each head of keys, not {problem.group}")
     dims = f"{problem.head_dim} and {problem.value_dim}"
     if max(problem.head_dim, problem.value_dim) > forward.MAX_HEAD_DIM:
         reasons.append(f"takes head dimensions up to {forward.MAX_HEAD_DIM}, not {dims}")
-    elif problem.head_dim % 8 or problem.value_dim % 8:
-        reasons.append(f"takes head dimensions of whole 16 bytes (multiples of 8), not {dims}")
+    elif problem.head_dim % (unit := 16 // problem.dtype.itemsize) or problem.value_dim % unit:
+        reasons.append(f"takes head dimensions of whole 16 bytes (multiples of {unit}), not {dims}")
     return reasons
 
 
@@ -93,11 +94,30 @@ def plan_forward(
 @functools.lru_cache(maxsize=512)
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
-    return broadcast.lacks(problem)
+    return broadcast.lacks(problem) and general.lacks(problem)
 
 
-def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
-    """Tiles and worker offsets: equal ranges of the KV blocks of each head, over all sequences."""
+def backward_family(problem: AttentionProblem) -> str:
+    """Which of them does it: a broadcast query of up to 128 rows keeps its gradient on the chip."""
+    return "general" if broadcast.lacks(problem) else "broadcast"
+
+
+def plan_backward(
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    block_mask: Tensor | None = None,
+) -> list[Tensor]:
+    """Tiles and worker offsets, as the launcher of the family that serves the problem reads them."""
+    if backward_family(problem) == "broadcast":
+        return plan_broadcast_backward(problem, keys, rows)
+    return plan_general_backward(problem, keys, query, rows, q_rows, block_mask)
+
+
+def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
+    """Equal ranges of the KV blocks of each head, over all sequences."""
     config = broadcast.select(problem)
     assert problem.q_len is not None
     schedule = keys.schedule(
@@ -113,3 +133,42 @@ def plan_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> l
     )
     assert schedule.worker_offsets is not None
     return [schedule.tiles, schedule.worker_offsets]
+
+
+def plan_general_backward(
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    block_mask: Tensor | None = None,
+) -> list[Tensor]:
+    """KV blocks with the query blocks that see them, and with a mask the list of these. Dealt back and forth, the
+    longest first; one after the other where dQ is added in the order of the keys; and where each CTA has a share of dQ,
+    in equal ranges of those of a head."""
+    config = general.select(problem)
+    q_len = problem.q_len if query is None else query
+    assert q_len is not None
+    kind = ScheduleKind.ROUND_ROBIN if config.ordered else ScheduleKind.ZIGZAG
+    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
+    schedule = keys.schedule(
+        ScheduleKind.STREAM_K if config.workers else kind,
+        axis=TileAxis.KEY,
+        q_len=q_len,
+        heads=problem.kv_heads,
+        group=problem.group,
+        block_q=general.ROWS,
+        block_kv=config.block_n,
+        workers=problem.kv_heads * config.workers if config.workers else problem.device.processors,
+        left=problem.left,
+        right=problem.right,
+        tile_cost=2,
+        rows=rows,
+        q_rows=q_rows,
+        **mask,
+    )
+    assert schedule.worker_offsets is not None
+    found = [schedule.tiles, schedule.worker_offsets]
+    if block_mask is not None:  # the list is None where nothing has any work
+        found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
+    return found

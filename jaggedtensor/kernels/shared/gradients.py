@@ -1,4 +1,4 @@
-"""What launchers of the backward pass for a broadcast query have in common."""
+"""What launchers of backward passes have in common."""
 
 from __future__ import annotations
 
@@ -27,11 +27,25 @@ def new_gradient(x: Tensor, args: AttentionArgs) -> Tensor:
     return clear_slack(gradient, args.k_offsets) if args.slack else gradient
 
 
-def sum_of_shares(shares: Tensor, q: Tensor, group: int) -> Tensor:
-    """dQ `[Lq, Hq, D]` of shares `[Hkv, workers, rows, columns]` of its packed rows: over the workers in their order,
-    and rounded once."""
+def new_key_gradient(x: Tensor, args: AttentionArgs, some: bool) -> Tensor:
+    """Contiguous; 0 where keys may have no tile, as no query sees them, and past the last sequence. `some`: whether
+    there are tiles."""
+    # Where sequences have as many queries as keys, each key is seen by the query at its place, whatever the window.
+    itself = args.q_offsets is not None and args.q_offsets.data_ptr() == args.k_offsets.data_ptr()
+    seen = (itself or (args.q_offsets is None and not args.problem.windowed)) and not args.problem.masked
+    return new_gradient(x, args) if some and seen else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def flat(x: Tensor) -> Tensor:
+    """`[rows, heads, D]`, also of queries of each sequence `[B, Lq, heads, D]`."""
+    return x if x.dim() == 3 else x.flatten(0, 1)
+
+
+def sum_of_shares(shares: Tensor, q: Tensor, group: int, scale: float = 1.0) -> Tensor:
+    """dQ `[Lq, Hq, D]` of shares `[Hkv, workers, rows, columns]` of its packed rows: `scale` times the sum over the
+    workers in their order, rounded once."""
     length, heads, dim = q.shape
     packed = shares.sum(1)[:, : length * group, :dim].unflatten(1, (length, group))  # (Hkv, Lq, group, D)
     dq = torch.empty(length, heads, dim, dtype=q.dtype, device=q.device)
-    dq.view(length, -1, group, dim).copy_(packed.transpose(0, 1))
+    dq.view(length, -1, group, dim).copy_((packed if scale == 1.0 else packed * scale).transpose(0, 1))
     return dq

@@ -105,3 +105,12 @@ def make_channel(
         mbarrier.init(full.index(i), count=writers * parts)
         mbarrier.init(empty.index(i), count=readers)
     return Channel(buffers, full, empty, depth, parts)
+
+
+@gluon.jit
+def new_barriers(depth: gl.constexpr, count: gl.constexpr):
+    """[depth, 1] mbarriers, each of whose phases ends with `count` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(depth):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers

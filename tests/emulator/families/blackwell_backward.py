@@ -16,7 +16,7 @@ from torch import Tensor
 from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as configuration
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device import broadcast_kernel
-from jaggedtensor.kernels.blackwell.plan import backward_lacks, plan_backward
+from jaggedtensor.kernels.blackwell.plan import backward_lacks, plan_broadcast_backward
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
@@ -91,7 +91,7 @@ def run(case: Case, order: str, seed: int, **changes: Any):
 
     k[tokens:], v[tokens:] = math.nan, math.nan
     dk, dv = torch.full_like(k, math.nan), torch.full_like(v, math.nan)
-    tiles, worker_offsets = plan_backward(problem, layout, rows)
+    tiles, worker_offsets = plan_broadcast_backward(problem, layout, rows)
     programs = worker_offsets.shape[0] - 1
     shares = torch.full((programs, configuration.ROWS, config.block_d), math.nan)
     q_rows, n = configuration.ROWS // config.group, config.block_n
@@ -162,6 +162,9 @@ def run_all(order: str, seed: int) -> None:
 FAMILY = Family(
     "blackwell backward of a broadcast query",
     runner=run_all,
-    modules=("jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device",),
+    modules=(
+        "jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device",
+        "jaggedtensor.kernels.blackwell.backward",
+    ),
     equivalent=EQUIVALENT,
 )

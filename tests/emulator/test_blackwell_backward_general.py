@@ -1,0 +1,82 @@
+"""The Blackwell backward that keeps its keys on one CTA, on the emulator: values, races, fences and deadlocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton.experimental.gluon")
+pytest.importorskip("greenlet")
+
+from jaggedtensor.kernels.emulator import ORDERS
+from jaggedtensor.testing.mutants import load_module
+
+FAMILY = Path(__file__).parent / "families" / "blackwell_backward_general.py"
+family = load_module(str(FAMILY))
+Case, J, P, B = family.Case, family.J, family.P, family.B
+CASES = {
+    "tiles of no, one and several blocks": Case((150, 0, 129, 1, 70), (150, 3, 5, 1, 0)),
+    "D and Dv of 128": Case((150, 0, 20), (260, 3, 1), dim=128, value_dim=128, dtype=torch.bfloat16),
+    "causal, D and Dv of 128": Case((20, 260), (64, 200), dim=128, value_dim=128, right=0, processors=1),
+    "a window, two heads in groups of two": Case((300, 5), (140, 9), kv_heads=2, group=2, left=40, right=70),
+    "queries per sequence, dimensions apart": Case((65, 130, 0), q_len=140, query=P, dim=72, value_dim=40),
+    "a broadcast query of several blocks": Case((65, 130, 0, 1), q_len=140, query=B, kv_heads=2, processors=4),
+    "a broadcast query with a window": Case((65, 230), q_len=20, query=B, left=90, right=3, processors=2),
+    "a block mask": Case((300, 5, 200), (290, 9, 130), kept=0.6),
+    "more CTAs than tiles": Case((70,), (5,), processors=4),
+    "large scores": Case((150, 70), (40, 130), spread=60.0, dtype=torch.bfloat16),
+}
+
+
+IN_EVERY_ORDER = 3  # cases; each of the others has two of the six
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_right(name):
+    number = list(CASES).index(name)
+    for seed, order in enumerate(ORDERS if number < IN_EVERY_ORDER else ORDERS[number % 3 :: 3]):
+        family.run(CASES[name], order, seed)
+
+
+def test_scores_far_below_zero_overflow_nothing():
+    """TAIL-06 and 07: a last block that is half full, all of whose scores are about -120."""
+    for length in (64, 192, 129):
+        family.run(Case((length, 37), (length, 5), shift=-120.0 * 8, processors=1), "random", 0)
+
+
+@st.composite
+def drawn_cases(draw):
+    """Batches of a few tiles, with an empty and a one-token sequence somewhere."""
+    lengths = draw(st.permutations([0, 1, draw(st.integers(0, 200))]))
+    dim, value_dim = draw(st.sampled_from([(64, 64), (64, 64), (128, 128), (40, 72), (128, 64)]))
+    group = draw(st.sampled_from([1, 1, 2, 8]))
+    query = draw(st.sampled_from([J, J, P, B]))
+    window = st.sampled_from([-1, -1, 0, 1, 60, 200])
+    left, right = draw(window), draw(window)
+    kept = draw(st.sampled_from([None, None, 0.5])) if query is not B else None
+    return Case(
+        tuple(lengths),
+        tuple(draw(st.integers(0, 200 // group)) for _ in lengths) if query is J else (),
+        q_len=draw(st.integers(1, 200 // group)),
+        query=query,
+        kv_heads=draw(st.sampled_from([1, 2])),
+        group=group,
+        dim=dim,
+        value_dim=value_dim,
+        left=left,
+        right=right,
+        kept=kept,
+        processors=draw(st.integers(2, 3)),
+        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        spread=draw(st.sampled_from([1.0, 5.0])),
+    )
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(case=drawn_cases(), order=st.sampled_from(ORDERS), seed=st.integers(0, 100))
+def test_any_batch(case, order, seed):
+    family.run(case, order, seed)
