@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
+from jaggedtensor.kernels.blackwell.attention_bwd_2cta import config as pair
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta import config as general
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
@@ -172,3 +173,28 @@ def plan_general_backward(
     if block_mask is not None:  # the list is None where nothing has any work
         found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
     return found
+
+
+def plan_pair_backward(
+    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
+) -> list[Tensor]:
+    """Blocks of keys with the query blocks that see them, dealt as in forward to pairs of CTAs."""
+    q_len = problem.q_len if query is None else query
+    assert q_len is not None
+    schedule = keys.schedule(
+        ScheduleKind.ZIGZAG,
+        axis=TileAxis.KEY,
+        q_len=q_len,
+        heads=problem.kv_heads,
+        group=problem.group,
+        block_q=pair.ROWS,
+        block_kv=pair.KEYS,
+        workers=max(1, problem.device.processors // 2),
+        left=problem.left,
+        right=problem.right,
+        tile_cost=2,
+        rows=rows,
+        q_rows=q_rows,
+    )
+    assert schedule.worker_offsets is not None
+    return [schedule.tiles, schedule.worker_offsets]
