@@ -59,6 +59,10 @@ CASES = {
 }
 
 
+# The same in e4m3, with scales.
+QUANTISED = ("streams 128", "tiles 128", "tiles 128, B300", "tiles 64, window, groups of 4", "wide 256")
+
+
 class _Recorder:
     """In place of a variant: what would be launched."""
 
@@ -72,11 +76,16 @@ class _Recorder:
 
 
 def compile_forward(device: Device, case: AttentionCase, **chosen: int) -> tuple[Any, Config]:
-    """The first compiled kernel of those that a case would launch, and its configuration, with `chosen` fields."""
+    """The first compiled kernel of those that a case would launch, and its configuration, with `chosen` fields; with
+    `quantised=1` of operands in e4m3, with `splits=1` of tiles that are cut."""
     query, keys, values = case.inputs()
     q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
     q_offsets = query.offsets() if isinstance(query, JaggedTensor) else None
     k, v = keys.values().detach(), values.values().detach()
+    quantised = None
+    if chosen.pop("quantised", False):
+        quantised = forward.Quantised(torch.ones(q.shape[-2]), torch.ones(()), torch.ones(()), q.dtype)
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
     problem = AttentionProblem.of(q, k, v, q_offsets, *_window(case.causal, case.window), False)
     problem = replace(problem, device=device)
     schedule = [torch.zeros(8, 8, dtype=torch.int32), torch.zeros(device.processors + 1, dtype=torch.int32)]
@@ -86,7 +95,7 @@ def compile_forward(device: Device, case: AttentionCase, **chosen: int) -> tuple
     with patch.object(forward, "Variant", _Recorder), patch.object(forward, "_CALLS", {}):
         args = AttentionArgs(problem, q, k, v, q_offsets, keys.offsets(), 0.1, False, True, schedule)
         config = select(problem, **chosen)
-        forward.forward(args, config)
+        forward.forward(args, config, quantised)
     made = []
     with _compiling_for(GPUTarget("cuda", device.arch[0] * 10 + device.arch[1], 32)):
         for variant, programs, descriptors, arguments in _Recorder.launches:
@@ -127,11 +136,12 @@ def innermost_loops(cubin: bytes) -> list[Counter[str]]:
 def roles_of(made: Any, config: Config) -> dict[str, list[Counter[str]]]:
     """The loops over blocks of keys of each role: of softmax first those without masks, by count of instructions."""
     loops = innermost_loops(made.asm["cubin"])
+    product = "UTCHMMA" if config.itemsize == 2 else "UTCQMMA"
     softmax = [body for body in loops if body["MUFU"] >= config.block_n // 2]
     return {
         "softmax": sorted(softmax, key=lambda body: sum(body.values())),
-        "mma": sorted((body for body in loops if body["UTCHMMA"]), key=lambda body: -body["UTCHMMA"]),
-        "load": [body for body in loops if body["UTMALDG"] and not body["UTCHMMA"]],
+        "mma": sorted((body for body in loops if body[product]), key=lambda body: -body[product]),
+        "load": [body for body in loops if body["UTMALDG"] and not body[product]],
         "correction": [b for b in loops if b["FMUL2"] >= config.block_dv and b["LDTM"] and not b["MUFU"]],
     }
 

@@ -16,7 +16,6 @@ from jaggedtensor.kernels.blackwell.attention_fwd.config import ROWS, SHARED_MEM
 from jaggedtensor.testing.blackwell import B200, B300, CASES, B, compile_forward, registers_of, roles_of
 
 FA4_SOFTMAX = 514  # instructions for each block of 128 keys that FlashAttention-4's softmax has, compiled for sm_100a
-OLDER = triton_version() < (3, 9)  # takes a maximum in 26 instructions more
 
 
 @pytest.mark.parametrize(("device", "case"), CASES.values(), ids=CASES.keys())
@@ -32,15 +31,17 @@ def test_forward_compiles_within_its_budgets(device, case):
     softmax, fades = roles["softmax"], roles["correction"]
     assert len(softmax) == (1 if config.wide else 2 * (1 + config.windowed + config.left))
     assert len(roles["load"]) == len(fades) == 1
-    assert len(roles["mma"]) == 1 + config.skips  # and one for the blocks that one lane sees
+    # And one for tiles of one lane, one for the blocks that lane 0 does not see.
+    assert len(roles["mma"]) == 1 + (config.q_parts == 2) + config.skips
     for body in softmax + roles["mma"] + roles["load"]:
         assert not body["STL"], body
         assert not body["LDL"], body
-    assert fades[0]["LDL"] <= 1  # who it is among the threads; no part of O
+    assert fades[0]["LDL"] <= 2  # who it is among the threads and the rows; no part of O
     assert not fades[0]["STL"]
     bulk = [sum(body.values()) for body in softmax][:2]
     masks = 256 * (config.wide and config.windowed)  # two for each score; others have them in loops of their own
-    assert bulk[-1] <= FA4_SOFTMAX + 26 * OLDER + masks, bulk
+    blind = 2 * config.windowed  # rows may have seen nothing
+    assert bulk[-1] <= FA4_SOFTMAX + masks + blind, bulk
     # Two blocks of scores and two of sums, 16 columns of the left operand for each.
     assert roles["mma"][0]["UTCHMMA"] == 2 * (config.block_d + config.block_n) // 16
 

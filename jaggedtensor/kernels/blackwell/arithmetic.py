@@ -5,6 +5,7 @@ from triton.language.core import PropagateNan
 from jaggedtensor.kernels.shared.dsl import add2, fma2, gl, gluon, mul2, sub2
 
 KEEP_NAN: gl.constexpr = gl.constexpr(PropagateNan.ALL)
+MAX3: gl.constexpr = gl.constexpr("max.f32 $0, $1, $2, $3;")
 ROUNDER: gl.constexpr = gl.constexpr(12582912.0 + 127)  # 1.5 * 2 ** 23: a sum has no fraction, and the exponent's bias
 # 2 ** x for |x| <= 1/2 is about 1 + x * (C1 + x * (C2 + x * (C3 + x * C4))), to a relative 2.9e-6. With one less,
 # 1.0e-4, lse would be less exact than scores in low precision make it.
@@ -44,6 +45,30 @@ def folded(x):
     else:
         left, right = halves(x)
         return folded(add2(left, right))
+
+
+@gluon.jit
+def max3(a, b, c):
+    """The greatest of three, in one instruction (PTX ISA 8.8, "max", for SM100): a number rather than NaN."""
+    return gl.inline_asm_elementwise(MAX3, "=f,f,f,f", [a, b, c], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def greatest(x):
+    """[M, N] to [M] in N / 2 instructions, of three operands each."""
+    left, right = halves(x)
+    return gl.convert_layout(greater(left, right), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def greater(a, b):
+    """[M, N] twice to [M]."""
+    if a.shape[1] == 1:
+        return gl.max(gl.maximum(a, b), 1)
+    else:
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        return greater(max3(a0, a1, b0), b1)
 
 
 @gluon.jit

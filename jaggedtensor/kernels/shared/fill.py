@@ -14,15 +14,16 @@ from jaggedtensor.problem import AttentionArgs
 SMALL = 1 << 22  # elements that are filled in less time than a launch takes
 
 
-def outputs(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """out and lse for a kernel to write, 0 and -inf already where it may not write."""
+def outputs(args: AttentionArgs, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """out, in another dtype than q if one is given, and lse for a kernel to write, 0 and -inf already where it may not
+    write."""
     q, jagged = args.q, args.q_offsets is not None
     # Without windows and masks only empty sequences see nothing: a launch is worth not writing all rows twice.
     few_blind = not jagged and not args.problem.windowed and not args.problem.masked
     by_kernel = few_blind and not args.complete and math.prod(args.out_shape) > SMALL
     if not by_kernel and not (few_blind and args.complete):
-        return q.new_zeros(args.out_shape), q.new_full(args.lse_shape, -math.inf, dtype=torch.float32)
-    out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
+        return q.new_zeros(args.out_shape, dtype=dtype), q.new_full(args.lse_shape, -math.inf, dtype=torch.float32)
+    out, lse = q.new_empty(args.out_shape, dtype=dtype), q.new_empty(args.lse_shape, dtype=torch.float32)
     if by_kernel:
         sizes = (out[0].numel(), lse[0].numel())
         fill_kernel[(args.batch_size,)](

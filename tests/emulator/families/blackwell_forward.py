@@ -16,10 +16,11 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.block_masks import blocks_of, mask_of_sequence, visible_through
 from jaggedtensor.kernels.blackwell.attention_fwd import config as configuration
 from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
+from jaggedtensor.kernels.blackwell.attention_fwd.launch import Quantised
 from jaggedtensor.kernels.blackwell.plan import lacks, plan_forward
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.shared.ragged import ragged
-from jaggedtensor.problem import UNLIMITED, AttentionProblem, Device, QueryKind
+from jaggedtensor.problem import UNLIMITED, AttentionArgs, AttentionProblem, Device, QueryKind
 from jaggedtensor.testing.families import Family
 
 B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
@@ -44,6 +45,7 @@ class Case:
     masked: bool = False  # by a random block mask
     backwards: bool = False  # each CTA takes its shortest tiles first
     spread: float = 1.0  # of the query: how much peaks grow
+    quantised: bool = False  # operands in e4m3, with scales of each head; results in `dtype`
 
     @property
     def problem(self) -> AttentionProblem:
@@ -54,7 +56,7 @@ class Case:
             self.kv_heads,
             self.dim,
             self.value_dim,
-            self.dtype,
+            torch.float8_e4m3fn if self.quantised else self.dtype,
             Device("cuda", (10, 0), self.processors, 227 << 10),
             self.left,
             self.right,
@@ -63,13 +65,13 @@ class Case:
 
 
 def reference(case: Case, queries, k, v, offsets, scale, mask):
-    """out and lse of each sequence, `[Lq, Hq, Dv]` and `[Lq, Hq]` in float64."""
-    outs, lses = [], []
+    """Of each sequence in float64: out `[Lq, Hq, Dv]`, lse `[Lq, Hq]`, and how far out may spread if each weight is
+    wrong by a part of itself: `[2, Lq, Hq, Dv]`, at most and on average."""
+    outs, lses, spreads = [], [], []
     for b, q in enumerate(queries):
         rows = slice(offsets[b], offsets[b + 1])
-        key = k[rows].double().repeat_interleave(case.group, 1)
-        value = v[rows].double().repeat_interleave(case.group, 1)
-        score = scale * torch.einsum("ihd,jhd->hij", q.double(), key)
+        key, value = (x[rows].repeat_interleave(case.group, 1) for x in (k, v))
+        score = scale * torch.einsum("ihd,jhd->hij", q, key)
         shift = len(key) - len(q)
         i, j = torch.arange(len(q))[:, None], torch.arange(len(key))[None]
         if case.left != UNLIMITED:
@@ -83,7 +85,16 @@ def reference(case: Case, queries, k, v, offsets, scale, mask):
         p = torch.nan_to_num((score - lse[:, :, None]).exp())
         outs.append(torch.einsum("hij,jhd->ihd", p, value))
         lses.append(lse.T)
-    return outs, lses
+        most, squares = (torch.einsum("hij,jhd->ihd", p**n, value.abs() ** n) for n in (1, 2))
+        spreads.append(torch.stack([most, squares.sqrt()]))
+    return outs, lses, spreads
+
+
+def queries_of(case: Case, q) -> list:
+    """Of each sequence, `[Lq, Hq, D]`."""
+    if case.q_lengths:
+        return list(q[: sum(case.q_lengths)].split(case.q_lengths))
+    return list(q.view(-1, case.q_len, *q.shape[1:]).expand(len(case.lengths), -1, -1, -1))
 
 
 def run(case: Case, order: str, seed: int, **chosen: Any):
@@ -105,21 +116,33 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
         q_layout = JaggedLayout.from_lengths(torch.tensor(case.q_lengths))
         q_offsets = q_layout.offsets()
         q = normal(sum(case.q_lengths) + case.slack, heads, case.dim) * case.spread
-        queries = [q[a:b] for a, b in zip(q_offsets[:-1].tolist(), q_offsets[1:].tolist(), strict=True)]
         out_rows = len(q)
-    elif case.kind is B:
-        q = normal(case.q_len, heads, case.dim) * case.spread
-        queries, out_rows = [q] * batch, batch * case.q_len
     else:
-        q = normal(batch * case.q_len, heads, case.dim) * case.spread
-        queries, out_rows = list(q.view(batch, case.q_len, heads, case.dim)), batch * case.q_len
+        q = normal(case.q_len * (1 if case.kind is B else batch), heads, case.dim) * case.spread
+        out_rows = batch * case.q_len
     scale = 1 / math.sqrt(case.dim)
+    tables = (None, None)
+    if case.quantised:  # of a head, spread over powers of two and what is between
+        q_scales, k_scales, v_scales = (
+            (0.5 + torch.rand(n, generator=generator)) * torch.tensor([1.0, 1 / 8, 4.0] * n)[:n]
+            for n in (heads, case.kv_heads, case.kv_heads)
+        )
+        q, k, v = (
+            (x / s[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for x, s in ((q, q_scales), (k, k_scales), (v, v_scales))
+        )
+        by = Quantised(q_scales, k_scales, v_scales, case.dtype)
+        tables = by.tables(AttentionArgs(problem, q, k, v, None, offsets, scale, True, False, ()))
     mask = None
     if case.masked:
-        longest = max(len(q) for q in queries), max(case.lengths)
+        longest = max(case.q_lengths, default=case.q_len), max(case.lengths)
         mask = torch.rand(batch, *map(blocks_of, longest), generator=generator) < 0.6
     largest = scale * case.spread * case.key_spread * case.dim if case.key_spread > 1 else 0.0
-    outs, lses = reference(case, queries, k, v, offsets.tolist(), scale, mask)
+    exact = [x.double() for x in (q, k, v)]
+    if case.quantised:
+        exact = [x * s.double()[:, None] for x, s in zip(exact, by[:3], strict=True)]
+    queries = queries_of(case, exact[0])
+    outs, lses, spreads = reference(case, queries, *exact[1:], offsets.tolist(), scale, mask)
     k[tokens:], v[tokens:] = math.nan, math.nan
     if case.q_lengths:
         q[sum(case.q_lengths) :] = math.nan
@@ -157,6 +180,7 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
         problem.q_len or 0,
         log2_scale,
         2.0 ** round(math.log2(log2_scale)),
+        *tables,
         problem.left,
         problem.right,
         config,
@@ -169,7 +193,7 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
     assert report.shared_peak <= configuration.SHARED_MEMORY
     assert report.tensor_peak == config.tensor_columns
     begin = 0
-    for b, (wanted, wanted_lse) in enumerate(zip(outs, lses, strict=True)):
+    for b, (wanted, wanted_lse, spread) in enumerate(zip(outs, lses, spreads, strict=True)):
         n = len(wanted)
         got = out[begin : begin + n].double()
         got_lse = (lse[begin : begin + n] if case.q_lengths else lse[b].T).double()
@@ -183,7 +207,12 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
         assert (written | blind).all(), f"sequence {b}: lse is not written"
         assert (got[blind & written] == 0).all()
         assert (got_lse[blind & written] == -math.inf).all()
-        assert ((got - wanted)[~blind].abs() < 4e-3 * (4 if case.dtype == torch.bfloat16 else 1)).all(), f"out of {b}"
+        error = (got - wanted).masked_fill(blind[..., None], 0)
+        tolerance = 4e-3 * (4 if case.dtype == torch.bfloat16 else 1)
+        if case.quantised:  # weights are rounded to 4 bits: by 1 / 16 at most, by 0.026 on average
+            assert error.norm() < 0.04 * spread[1].norm() + tolerance * wanted.norm(), f"out of {b}"
+            tolerance = tolerance * (1 + spread[0]) + spread[0] / 16
+        assert (error.abs() < tolerance).all(), f"out of {b}"
         error = (got_lse - wanted_lse)[~blind].abs()
         assert (error < 1e-3 + 1e-6 * largest).all(), f"lse of {b}"  # scores cancel, their errors do not
     assert out[begin:].isnan().all(), "rows past the last sequence were written"
@@ -201,6 +230,7 @@ MUTATED = (
     (Case((64, 1, 0, 300, 200), kv_heads=2, q_len=3, dim=256, processors=1, spread=5.0), {"kv_stages": 3}),
     (Case((65, 1, 140, 200), kind=P, q_len=3, value_dim=136, processors=1, backwards=True), {}),
     (Case((130, 1, 0, 300, 7), q_lengths=(5, 130, 130, 9, 300), kind=J), {"answers": 2}),
+    (Case((300, 0, 129, 5), kv_heads=2, group=3, q_len=5, spread=3.0, quantised=True, processors=1), {}),
 )
 EARLIER = "a step earlier, past what only computes"
 EQUIVALENT = {

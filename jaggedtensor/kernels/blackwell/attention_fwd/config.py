@@ -37,7 +37,11 @@ class Config:
     early: int = 0  # columns of P that are published before the rest: none, or three quarters
     polynomials: int = 0  # pieces half of whose exponentials are polynomials
     limit: int = 8  # log2 units that a row's peak may grow by before O fades
-    correction_columns: int = 32  # of O at a time
+    steep: int = 27  # log2 of a peak, in log2 units, past which scores are multiplied by a power of two, see `Units`
+    boost: int = 0  # log2 of what P is multiplied by; the sums as well, so that O is not
+    itemsize: int = 2  # bytes of an element of q, k and v; 1: e4m3, with scales of their own
+    correction_columns: int = 32  # of O at a time, at a tile's end
+    fade_columns: int = 64  # where it fades: each piece has a barrier
     correction_registers: int = 96  # of a thread: what the others leave
     softmax_registers: int = 192
     single_registers: int = 32  # of the roles of one warp
@@ -70,10 +74,10 @@ class Config:
     @property
     def shared_memory(self) -> int:
         """Bytes, at most: Q, the ring of K and V, staging for O, peaks, sums, mbarriers (each padded to 16 bytes)."""
-        rows = ROWS * (self.q_parts * self.q_stages * self.block_d + self.staging * self.out_columns)
-        elements = rows + self.kv_stages * self.block_n * self.block_d
+        rows = self.q_parts * self.q_stages * ROWS + self.kv_stages * self.block_n
+        staging = 2 * self.staging * ROWS * self.out_columns
         barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 7 + 3 * self.answers
-        return 2 * elements + 4 * 2 * 2 * ROWS + 16 * barriers + ROLES_STATE
+        return self.itemsize * rows * self.block_d + staging + 4 * 2 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property
     def tensor_columns(self) -> int:
@@ -102,6 +106,7 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     q_parts = 1 if few or wide else 2
     long = q_parts == 2
     by_polynomial = long and problem.device.arch == (10, 0)
+    quantised = problem.dtype == torch.float8_e4m3fn
     fields: dict[str, Any] = dict(
         streams=streams,
         wide=wide,
@@ -111,11 +116,16 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         block_dv=block_d,
         block_m=q_parts * ROWS,
         q_parts=q_parts,
-        # P of fp16 must hold 2 ** limit times 2 ** 8, what scores beyond `softmax.STEEP` may be rounded by.
-        limit=8 if problem.dtype == torch.bfloat16 else 7,
+        # P of fp16 must hold 2 ** limit times 2 ** 8, what steep scores may be rounded by. That of e4m3, whose largest
+        # is 448, 2 ** (limit + boost) times 2 ** (1 / 2); less of a boost would lose small weights.
+        limit=4 if quantised else 8 if problem.dtype == torch.bfloat16 else 7,
+        steep=23 if quantised else 27,
+        boost=4 if quantised else 0,
+        itemsize=problem.dtype.itemsize,
         # Loading bounds streams of a short query; tensor cores and exponentials a long one, these by half on SM103.
         early=96 if long else 0,
-        polynomials=1 if by_polynomial else 0,
+        # Products of e4m3 take half as long, and exponentials bound it.
+        polynomials=(2 if quantised else 1) if by_polynomial else 0,
         correction_registers=256 if wide else 104 if long else 96,
         single_registers=24 if long else 32,
         staging=2 if long or wide else 1,
@@ -138,7 +148,7 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
     fields |= chosen
     if not fields["kv_stages"]:
         empty = Config(**fields)
-        each = 2 * empty.block_n * block_d + 2 * 16
+        each = empty.itemsize * empty.block_n * block_d + 2 * 16
         fields["kv_stages"] = min(8, (SHARED_MEMORY - empty.shared_memory) // each)
     config = Config(**fields)
     asked = config.correction_registers, *config.worker_registers

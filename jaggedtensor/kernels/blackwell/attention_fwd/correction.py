@@ -2,6 +2,7 @@
 
 from jaggedtensor.kernels.blackwell.arithmetic import by_row
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows, skipped
+from jaggedtensor.kernels.blackwell.attention_fwd.units import Units
 from jaggedtensor.kernels.blackwell.walk import slot_of, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, fence_async_shared, fma2, gl, gluon, mbarrier, mul2, tma
 from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
@@ -15,7 +16,7 @@ LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 @gluon.jit
 def fade_output(lane, phase, C: gl.constexpr):
     """O by the factor that softmax has told, if that is not 1 for every row. The phase of `told` after it."""
-    PIECE: gl.constexpr = C.correction_columns
+    PIECE: gl.constexpr = C.fade_columns
     COUNT: gl.constexpr = C.block_dv // PIECE
     layout: gl.constexpr = lane.o.slice(0, PIECE).get_reg_layout()
     mbarrier.wait(lane.told, phase)
@@ -48,10 +49,13 @@ def hear(lane, phase, C: gl.constexpr):
 
 
 @gluon.jit
-def lse_of(told, scale):
+def lse_of(told, units, C: gl.constexpr):
     """Natural log of the sum of exponentials [128], -inf for rows that see nothing."""
     some = told.norm > 0
-    natural = (told.peak * scale.exact + gl.log2(gl.where(some, told.norm, 1.0))) * LN_2
+    total = gl.log2(gl.where(some, told.norm, 1.0))
+    if C.boost:
+        total -= C.boost
+    natural = (told.peak * units.exact + total) * LN_2
     return gl.where(some, natural, float("-inf"))
 
 
@@ -64,8 +68,11 @@ def inverse(norm):
 
 @aggregate
 class Target:
-    """Where a lane's rows of a tile go: to the results, or as a part of a cut tile to a slot."""
+    """What a lane's rows of a tile count for, and where they go: to the results, or as a part of a cut tile to a
+    slot."""
 
+    units: Units
+    value: gl.tensor | gl.constexpr  # what the tile's values are multiplied by
     results: Results
     parts: Parts
     tile: Tile
@@ -106,9 +113,12 @@ class Target:
 
 
 @gluon.jit
-def target_of(walk, part: gl.constexpr, output, C: gl.constexpr):
+def target_of(walk, part: gl.constexpr, lane, output, scales, C: gl.constexpr):
+    layout: gl.constexpr = gl.SliceLayout(1, lane.o.slice(0, C.correction_columns).get_reg_layout())
+    units, value = scales.of_tile(walk.tile, layout, C), scales.of_values(walk.tile)
     slot = slot_of(walk) if C.splits else gl.to_tensor(-1)
-    return Target(output.results, output.parts, walk.tile, walk.span, first_row(walk.tile, part, C), slot)
+    first = first_row(walk.tile, part, C)
+    return Target(units, value, output.results, output.parts, walk.tile, walk.span, first, slot)
 
 
 @aggregate
@@ -121,33 +131,33 @@ class Output:
 
 
 @gluon.jit
-def finish_rows(part: gl.constexpr, lane, told, staging, target, scale, C: gl.constexpr):
+def finish_rows(part: gl.constexpr, lane, told, staging, target, C: gl.constexpr):
     """O and lse of a lane with rows of its own."""
     PIECE: gl.constexpr = C.correction_columns
     COUNT: gl.constexpr = C.block_dv // PIECE
-    share = inverse(told.norm)
+    share = inverse(told.norm) * target.value
     if C.tma_store:
         tma.store_wait(part)  # the tile before has left the buffer; lane 0 of this one need not
     for i in gl.static_range(COUNT):
         o = lane.o.slice(i * PIECE, PIECE).load()
         target.put_piece(mul2(o, by_row(share, o)), i * PIECE, i * PIECE, staging, C)
     target.send(staging, C)
-    target.put_lse(lse_of(told, scale), C)
+    target.put_lse(lse_of(told, target.units, C), C)
 
 
 @gluon.jit
-def finish_streams(lanes, told, both, staging, target, scale, C: gl.constexpr):
+def finish_streams(lanes, told, both, staging, target, C: gl.constexpr):
     """O and lse of two streams of the same rows; without `both`, the second has seen nothing."""
     PIECE: gl.constexpr = C.correction_columns
     COUNT: gl.constexpr = C.block_dv // PIECE
     peak = gl.maximum(told[0].peak, told[1].peak)
     base = gl.where(peak == float("-inf"), 0.0, peak)
-    unit = scale.of_rows(base)
+    unit = target.units.of_rows(base)
     share0 = gl.exp2((told[0].peak - base) * unit)
     share1 = gl.exp2((told[1].peak - base) * unit)
     norm = told[0].norm * share0 + told[1].norm * share1
-    share0 = share0 * inverse(norm)
-    share1 = share1 * inverse(norm)
+    share = inverse(norm) * target.value
+    share0, share1 = share0 * share, share1 * share
     if C.tma_store:
         tma.store_wait(0)  # the tile before has left the buffer
     for i in gl.static_range(COUNT):
@@ -157,15 +167,15 @@ def finish_streams(lanes, told, both, staging, target, scale, C: gl.constexpr):
             o = fma2(lanes[1].o.slice(i * PIECE, PIECE).load(), by_row(share1, o), o)
         target.put_piece(o, i * PIECE, i * PIECE, staging, C)
     target.send(staging, C)
-    target.put_lse(lse_of(Told(peak, norm), scale), C)
+    target.put_lse(lse_of(Told(peak, norm), target.units, C), C)
 
 
 @gluon.jit
-def correct_streams_role(source, lanes, output, scale, C: gl.constexpr):
+def correct_streams_role(source, lanes, output, scales, C: gl.constexpr):
     walk = start_walk(source)
     phase0, phase1, ended = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while walk.more:
-        tile = walk.tile
+        tile, target = walk.tile, target_of(walk, 0, lanes[0], output, scales, C)
         steps0, steps1 = blocks_of(tile, 0, C), blocks_of(tile, 1, C)
         mbarrier.arrive(lanes[0].weighted, count=1)
         mbarrier.arrive(lanes[1].weighted, count=1, pred=steps1 > 0)
@@ -176,18 +186,19 @@ def correct_streams_role(source, lanes, output, scale, C: gl.constexpr):
         told = hear(lanes[0], ended, C), hear(lanes[1], ended, C)
         mbarrier.wait(lanes[0].summed, ended)
         ended = ended ^ 1
-        finish_streams(lanes, told, steps1 > 0, output.staging.index(0), target_of(walk, 0, output, C), scale, C)
+        finish_streams(lanes, told, steps1 > 0, output.staging.index(0), target, C)
         walk = walk.next()
     tma.store_wait(0)
 
 
 @gluon.jit
-def correct_tiles_role(source, lanes, output, scale, C: gl.constexpr):
+def correct_tiles_role(source, lanes, output, scales, C: gl.constexpr):
     walk = start_walk(source)
     phase0, phase1 = gl.to_tensor(0), gl.to_tensor(0)
     ended0, ended1 = gl.to_tensor(0), gl.to_tensor(0)
     while walk.more:
         tile, span = walk.tile, walk.span
+        target = target_of(walk, 0, lanes[0], output, scales, C)
         both = has_rows(tile, span, 1, C)
         mbarrier.arrive(lanes[0].weighted, count=1)
         mbarrier.arrive(lanes[1].weighted, count=1, pred=both)
@@ -200,23 +211,24 @@ def correct_tiles_role(source, lanes, output, scale, C: gl.constexpr):
         told = hear(lanes[0], ended0, C)
         mbarrier.wait(lanes[0].summed, ended0)
         ended0 = ended0 ^ 1
-        finish_rows(0, lanes[0], told, output.staging.index(0), target_of(walk, 0, output, C), scale, C)
+        finish_rows(0, lanes[0], told, output.staging.index(0), target, C)
         if both:
+            target = target_of(walk, 1, lanes[1], output, scales, C)
             told = hear(lanes[1], ended1, C)
             mbarrier.wait(lanes[1].summed, ended1)
             ended1 = ended1 ^ 1
-            finish_rows(1, lanes[1], told, output.staging.index(1), target_of(walk, 1, output, C), scale, C)
+            finish_rows(1, lanes[1], told, output.staging.index(1), target, C)
         walk = walk.next()
     tma.store_wait(0)
 
 
 @gluon.jit
-def finish_wide(lane, told, staging, target, scale, C: gl.constexpr):
+def finish_wide(lane, told, staging, target, C: gl.constexpr):
     """O and lse of 128 rows; O by way of two buffers in turn, since one for all of it would take the place of keys."""
     PIECE: gl.constexpr = C.correction_columns
     EACH: gl.constexpr = C.out_columns // PIECE
     SENT: gl.constexpr = C.block_dv // C.out_columns
-    share = inverse(told.norm)
+    share = inverse(told.norm) * target.value
     for i in gl.static_range(SENT):
         buffer = staging.index(i % 2)
         if C.tma_store:
@@ -226,17 +238,17 @@ def finish_wide(lane, told, staging, target, scale, C: gl.constexpr):
             o = mul2(o, by_row(share, o))
             target.put_piece(o, j * PIECE, i * C.out_columns + j * PIECE, buffer, C)
         target.send(buffer, C, i * C.out_columns)
-    target.put_lse(lse_of(told, scale), C)
+    target.put_lse(lse_of(told, target.units, C), C)
 
 
 @gluon.jit
-def correct_wide_role(source, lanes, output, scale, C: gl.constexpr):
+def correct_wide_role(source, lanes, output, scales, C: gl.constexpr):
     walk = start_walk(source)
     told = (gl.to_tensor(0), gl.to_tensor(0))
     summed = (gl.to_tensor(0), gl.to_tensor(0))
     ended = gl.to_tensor(0)
     while walk.more:
-        tile = walk.tile
+        tile, target = walk.tile, target_of(walk, 0, lanes[0], output, scales, C)
         count = tile.kv_end - tile.kv_begin
         mbarrier.arrive(lanes[0].weighted, count=1)
         for pair in range(count // 2):
@@ -257,6 +269,6 @@ def correct_wide_role(source, lanes, output, scale, C: gl.constexpr):
         else:
             mbarrier.wait(lanes[0].summed, summed[0])
             summed = (summed[0] ^ 1, summed[1])
-        finish_wide(lanes[0], last, output.staging, target_of(walk, 0, output, C), scale, C)
+        finish_wide(lanes[0], last, output.staging, target, C)
         walk = walk.next()
     tma.store_wait(0)

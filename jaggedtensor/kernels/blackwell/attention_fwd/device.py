@@ -45,13 +45,13 @@ from jaggedtensor.kernels.blackwell.attention_fwd.correction import (
 )
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, first_row, has_rows, make_lanes, skipped
 from jaggedtensor.kernels.blackwell.attention_fwd.softmax import softmax_role, softmax_wide_role
+from jaggedtensor.kernels.blackwell.attention_fwd.units import Scales
 from jaggedtensor.kernels.blackwell.walk import Source, ask_role, make_answers, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
 from jaggedtensor.kernels.shared.epilogue import Results
 from jaggedtensor.kernels.shared.merge import Parts, merge_parts
 from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
-from jaggedtensor.kernels.shared.softmax import Scale
 from jaggedtensor.kernels.shared.walk import Schedule, query_of
 
 
@@ -162,11 +162,29 @@ def mma_streams_role(source, channels, lanes, C: gl.constexpr):
 
 
 @gluon.jit
+def multiply_tiles(lanes, q, channel, state, skip, count, C: gl.constexpr, BOTH: gl.constexpr):
+    """P V of each block but the last and S of the one after it, from the first that lane 0 sees; for lane 1 if BOTH."""
+    at, phase0, phase1 = state
+    for n in range(skip, count - 1):
+        v_slot, at = channel.acquire_full(at)
+        k_slot, at = channel.acquire_full(at)
+        if BOTH:
+            phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > skip, [], C)
+            issue_scores(lanes[0], q[0].buffer, k_slot.buffer, [lanes[0].scored])
+            phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty], C)
+            issue_scores(lanes[1], q[1].buffer, k_slot.buffer, [lanes[1].scored, k_slot.empty])
+        else:
+            phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > skip, [v_slot.empty], C)
+            issue_scores(lanes[0], q[0].buffer, k_slot.buffer, [lanes[0].scored, k_slot.empty])
+    return at, phase0, phase1
+
+
+@gluon.jit
 def mma_tiles_role(source, channels, lanes, C: gl.constexpr):
     walk = start_walk(source)
-    q_at, at = channels.q.start(), channels.kv.start()
+    q_at = channels.q.start()
+    state = (channels.kv.start(), gl.to_tensor(0), gl.to_tensor(0))
     held_at = q_at
-    phase0, phase1 = gl.to_tensor(0), gl.to_tensor(0)
     held = -1
     while walk.more:
         tile = walk.tile
@@ -174,44 +192,37 @@ def mma_tiles_role(source, channels, lanes, C: gl.constexpr):
             held_at = q_at
             _, q_at = channels.q.acquire_full(q_at)
             held = query_of(tile, C)
-        q0, q1 = channels.q.slot(held_at, 0), channels.q.slot(held_at, 1)
-        leave = leaves(walk, C)
+        q = (channels.q.slot(held_at, 0), channels.q.slot(held_at, 1))
         both = has_rows(tile, walk.span, 1, C)
         count, skip = tile.kv_end - tile.kv_begin, skipped(source, tile, walk.span, 0, C)
+        at, phase0, phase1 = state
         k_slot, at = channels.kv.acquire_full(at)
         if skip == 0:
-            issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
+            issue_scores(lanes[0], q[0].buffer, k_slot.buffer, [lanes[0].scored])
         if both:
-            issue_scores(lanes[1], q1.buffer, k_slot.buffer, [lanes[1].scored])
+            issue_scores(lanes[1], q[1].buffer, k_slot.buffer, [lanes[1].scored])
         tcgen05_commit(k_slot.empty)
-        tcgen05_commit(q0.empty, pred=leave & (count == 1))
         if C.skips:
             for n in range(skip):  # lane 1 by itself
                 v_slot, at = channels.kv.acquire_full(at)
                 k_slot, at = channels.kv.acquire_full(at)
                 phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty], C)
                 if n + 1 == skip:
-                    issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
-                issue_scores(lanes[1], q1.buffer, k_slot.buffer, [lanes[1].scored])
-                tcgen05_commit(k_slot.empty)
-                tcgen05_commit(q0.empty, pred=leave & (n + 2 == count))
-        for n in range(skip, count - 1):
-            v_slot, at = channels.kv.acquire_full(at)
-            k_slot, at = channels.kv.acquire_full(at)
-            phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > skip, [], C)
-            issue_scores(lanes[0], q0.buffer, k_slot.buffer, [lanes[0].scored])
-            if both:
-                phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty], C)
-                issue_scores(lanes[1], q1.buffer, k_slot.buffer, [lanes[1].scored])
-            else:
-                tcgen05_commit(v_slot.empty)
-            tcgen05_commit(k_slot.empty)
-            tcgen05_commit(q0.empty, pred=leave & (n + 2 == count))
+                    issue_scores(lanes[0], q[0].buffer, k_slot.buffer, [lanes[0].scored])
+                issue_scores(lanes[1], q[1].buffer, k_slot.buffer, [lanes[1].scored, k_slot.empty])
+        state = (at, phase0, phase1)
+        if both:  # loops of their own, as a branch in one of them takes more instructions than the products
+            state = multiply_tiles(lanes, q, channels.kv, state, skip, count, C, True)
+        else:
+            state = multiply_tiles(lanes, q, channels.kv, state, skip, count, C, False)
+        tcgen05_commit(q[0].empty, pred=leaves(walk, C))
+        at, phase0, phase1 = state
         v_slot, at = channels.kv.acquire_full(at)
         phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, count - 1 > skip, [lanes[0].summed], C)
         if both:
             phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, count > 1, [lanes[1].summed], C)
         tcgen05_commit(v_slot.empty)
+        state = (at, phase0, phase1)
         walk = walk.next()
 
 
@@ -273,6 +284,8 @@ def forward_kernel(
     q_len,
     scale_log2,  # |scale| * log2(e)
     coarse,  # the power of two nearest to it
+    units,  # fp32 [Hq], in place of these two where q and k are quantised; None otherwise
+    value_scales,  # fp32 [Hkv], None unless v is quantised
     left,
     right,
     C: gl.constexpr,  # config.Config
@@ -280,12 +293,12 @@ def forward_kernel(
     dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_d], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.block_n, C.block_d], dtype)
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.out_columns], dtype)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.out_columns], out.dtype)
     channels = Channels(
         make_channel(dtype, [ROWS, C.block_d], q_layout, C.q_stages, 1, 1, C.q_parts),
         make_channel(dtype, [C.block_n, C.block_d], kv_layout, C.kv_stages),
     )
-    staging = gl.allocate_shared_memory(dtype, [C.staging, ROWS, C.out_columns], out_layout)
+    staging = gl.allocate_shared_memory(out.dtype, [C.staging, ROWS, C.out_columns], out_layout)
     lanes = make_lanes(C)
     READERS: gl.constexpr = 4 if C.wide else 5
     source = Source(
@@ -296,14 +309,14 @@ def forward_kernel(
     )
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
     output = Output(results, Parts(part_out, part_lse), staging)
-    scale = Scale(scale_log2, coarse)
+    scales = Scales(scale_log2, coarse, units, value_scales)
     WIDE: gl.constexpr = C.softmax_registers
     NARROW: gl.constexpr = C.single_registers
     if C.wide and C.answers:
         gl.warp_specialize(
             [
-                (correct_wide_role, (source, lanes, output, scale, C)),
-                (softmax_wide_role, (source, lanes, scale, dtype, C)),
+                (correct_wide_role, (source, lanes, output, scales, C)),
+                (softmax_wide_role, (source, lanes, scales, dtype, C)),
                 (mma_wide_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
                 (ask_role, (source,)),
@@ -314,8 +327,8 @@ def forward_kernel(
     elif C.wide:
         gl.warp_specialize(
             [
-                (correct_wide_role, (source, lanes, output, scale, C)),
-                (softmax_wide_role, (source, lanes, scale, dtype, C)),
+                (correct_wide_role, (source, lanes, output, scales, C)),
+                (softmax_wide_role, (source, lanes, scales, dtype, C)),
                 (mma_wide_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
             ],
@@ -327,10 +340,10 @@ def forward_kernel(
             [
                 (
                     correct_streams_role if C.streams else correct_tiles_role,
-                    (source, lanes, output, scale, C),
+                    (source, lanes, output, scales, C),
                 ),
-                (softmax_role, (0, source, lanes[0], scale, dtype, C)),
-                (softmax_role, (1, source, lanes[1], scale, dtype, C)),
+                (softmax_role, (0, source, lanes[0], scales, dtype, C)),
+                (softmax_role, (1, source, lanes[1], scales, dtype, C)),
                 (mma_streams_role if C.streams else mma_tiles_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
                 (ask_role, (source,)),
@@ -343,10 +356,10 @@ def forward_kernel(
             [
                 (
                     correct_streams_role if C.streams else correct_tiles_role,
-                    (source, lanes, output, scale, C),
+                    (source, lanes, output, scales, C),
                 ),
-                (softmax_role, (0, source, lanes[0], scale, dtype, C)),
-                (softmax_role, (1, source, lanes[1], scale, dtype, C)),
+                (softmax_role, (0, source, lanes[0], scales, dtype, C)),
+                (softmax_role, (1, source, lanes[1], scales, dtype, C)),
                 (mma_streams_role if C.streams else mma_tiles_role, (source, channels, lanes, C)),
                 (load_role, (source, (q, k, v), channels, C)),
             ],

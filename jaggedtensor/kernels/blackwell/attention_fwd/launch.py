@@ -35,7 +35,25 @@ class Call(NamedTuple):
 _CALLS: dict[Any, Call] = {}  # a model has a few
 
 
-def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, Tensor]:
+class Quantised(NamedTuple):
+    """What elements of q, k and v in e4m3 are multiples of: fp32 [Hq], [Hkv] and [Hkv], or [] for all heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_dtype: torch.dtype
+
+    def tables(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """What raw scores of a head are in log2 units, [Hq], and the scales of values, [Hkv]."""
+        problem = args.problem
+        scores = self.q.expand(problem.q_heads).unflatten(0, (problem.kv_heads, problem.group))
+        units = (scores * self.k.expand(problem.kv_heads)[:, None]).flatten() * (abs(args.scale) * math.log2(math.e))
+        return units.clamp(min=SMALLEST_SCALE), self.v.expand(problem.kv_heads).contiguous()
+
+
+def forward(
+    args: AttentionArgs, config: Config | None = None, quantised: Quantised | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse, 0 and -inf for a row that sees no key.
 
     Operands that TMA cannot address (columns apart, rows not at multiples of 16 bytes) are copied first, and so is the
@@ -45,7 +63,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     splits = bool(more) and not problem.masked
     q, k, v = (x if takes(x) else x.clone(memory_format=torch.contiguous_format) for x in (args.q, args.k, args.v))
     if args.scale < 0:
-        q = -q
+        q = -q if quantised is None else (q.view(torch.uint8) ^ 0x80).view(q.dtype)
     q_offsets, k_offsets = args.q_offsets, args.k_offsets
     most = max(k.shape[0], q.shape[0], args.batch_size * (problem.q_len or 0))
     if most > MOST_ROWS.value:
@@ -53,7 +71,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
             "rows of a tensor", f"at most {MOST_ROWS.value}", most, "use backend='portable'", error=NotImplementedError
         )
     with device_of(k):
-        out, lse = outputs(args)
+        out, lse = outputs(args, None if quantised is None else quantised.out_dtype)
         if out.numel() == 0 or not tiles.shape[0]:
             return out, lse
         if q.dim() == 4:
@@ -61,9 +79,13 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         rows = out if out.dim() == 3 else out.flatten(0, 1)
         places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
         places |= 0 if q_offsets is None else q_offsets.data_ptr()
+        tables = _NO_TABLES if quantised is None else quantised.tables(args)
+        for table in tables:
+            places |= 0 if table is None else table.data_ptr()
         key = (
             problem, config, splits, k.device, args.scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1,
             k.shape[0] == 1, rows.shape[0] == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
+            out.dtype,
         )  # fmt: skip
         call = _CALLS.get(key)
         if call is None:
@@ -79,7 +101,10 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
             parts = q.new_empty(slots, columns, dtype=torch.float32), q.new_empty(slots, dtype=torch.float32)
         ends = (q_offsets, k_offsets, q_len)
         listed = more[0] if problem.masked else None
-        arguments = (out, lse, *call.steps, *parts, tiles, worker_offsets, listed, *ends, *call.ends)
+        scale, coarse, *rest = call.ends
+        arguments = (
+            out, lse, *call.steps, *parts, tiles, worker_offsets, listed, *ends, scale, coarse, *tables, *rest
+        )  # fmt: skip
         call.variant.launch(programs, descriptors, arguments, not places % 16)
         if splits:
             merges = more[0]
@@ -90,6 +115,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
 
 
 _NO_PARTS: tuple[Tensor | None, Tensor | None] = (None, None)
+_NO_TABLES = _NO_PARTS
 
 
 def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:

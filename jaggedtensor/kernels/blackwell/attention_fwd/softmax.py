@@ -1,11 +1,18 @@
 """The role that turns a lane's scores into weights, and keeps the peaks and sums of its rows."""
 
-from jaggedtensor.kernels.blackwell.arithmetic import by_row, exp2_by_polynomial, folded, halves, joined, pieces_of
+from jaggedtensor.kernels.blackwell.arithmetic import (
+    by_row,
+    exp2_by_polynomial,
+    folded,
+    greatest,
+    halves,
+    joined,
+    pieces_of,
+)
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows, skipped
 from jaggedtensor.kernels.blackwell.walk import start_walk
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import add2, aggregate, fma2, gl, gluon, mbarrier
-from jaggedtensor.kernels.shared.softmax import STEEP
 from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile
 
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
@@ -60,29 +67,10 @@ class Rows:
     phase: gl.tensor
 
 
-@aggregate
-class Units:
-    """Raw scores to log2 units, and the raw scores at which something happens."""
-
-    exact: gl.tensor
-    coarse: gl.tensor  # the power of two nearest to it, see shared.softmax
-    grown: gl.tensor  # by which a peak may pass the one that O is relative to
-    steep: gl.tensor  # past which a peak takes the coarse unit
-
-    @gluon.jit
-    def of_rows(self, base):
-        """[M]: the unit of rows with these peaks."""
-        return gl.where(gl.abs(base) < self.steep, self.exact, self.coarse)
-
-
-@gluon.jit
-def units_of(scale, C: gl.constexpr):
-    return Units(scale.exact, scale.coarse, C.limit / scale.exact, STEEP / scale.exact)
-
-
 @gluon.jit
 def write_weights(lane, score, unit, shift, dtype: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr):
-    """P = 2 ** (score * unit + shift) [128, N], in pieces, published; and its sums [128, 2]."""
+    """P = 2 ** (score * unit + shift) [128, N], in pieces, published; and its sums [128, 2], of what P is before it is
+    rounded to its dtype."""
     PIECES: gl.constexpr = C.pieces
     WIDTH: gl.constexpr = C.block_n // PIECES
     # They run beside the special function unit; they know no 0, which a masked score must give.
@@ -113,7 +101,7 @@ def step(rows, lane, view, place, units, dtype: gl.constexpr, C: gl.constexpr, F
     score = lane.s.load()
     if MASK:
         score = view.masked(score, place, C)
-    peak = gl.max(score, 1)
+    peak = greatest(score)
     if not FIRST:
         peak = gl.maximum(rows.peak, peak)
         peak = gl.where(peak - rows.peak > units.grown, peak, rows.peak)
@@ -124,7 +112,8 @@ def step(rows, lane, view, place, units, dtype: gl.constexpr, C: gl.constexpr, F
         factor = lane.factor()
         factor.store(gl.convert_layout(gl.expand_dims(fade, 1), factor.get_reg_layout()))
         mbarrier.arrive(lane.told, count=1)
-    norm = write_weights(lane, score, unit, -base * unit, dtype, C, MASK)
+    shift = gl.fma(-base, unit, 1.0 * C.boost) if C.boost else -base * unit
+    norm = write_weights(lane, score, unit, shift, dtype, C, MASK)
     if not FIRST:
         norm = fma2(rows.norm, by_row(fade, norm), norm)
     return Rows(peak, norm, rows.phase ^ 1)
@@ -170,34 +159,35 @@ def exponentiate(part: gl.constexpr, lane, view, skip, units, phase, heard, dtyp
 
 
 @gluon.jit
-def softmax_role(part: gl.constexpr, source, lane, scale, dtype: gl.constexpr, C: gl.constexpr):
+def softmax_role(part: gl.constexpr, source, lane, scales, dtype: gl.constexpr, C: gl.constexpr):
     walk = start_walk(source)
     phase, heard = gl.to_tensor(0), gl.to_tensor(1)
-    units = units_of(scale, C)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, lane.s.get_reg_layout())
     while walk.more:
         tile, span = walk.tile, walk.span
+        units = scales.of_tile(tile, rows_layout, C)
         if C.streams or has_rows(tile, span, part, C):
             view = View(source.schedule, tile, span, first_row(tile, part, C), source.left, source.right)
             if not C.streams or blocks_of(tile, part, C) > 0:
                 skip = skipped(source, tile, span, part, C)
                 phase = exponentiate(part, lane, view, skip, units, phase, heard, dtype, C)
             else:
-                nothing: gl.constexpr = gl.SliceLayout(1, lane.s.get_reg_layout())
-                peak = gl.full([ROWS], float("-inf"), gl.float32, nothing)
-                tell(lane, peak, gl.full([ROWS], 0.0, gl.float32, nothing), heard)
+                peak = gl.full([ROWS], float("-inf"), gl.float32, rows_layout)
+                tell(lane, peak, gl.full([ROWS], 0.0, gl.float32, rows_layout), heard)
             heard = heard ^ 1
         walk = walk.next()
 
 
 @gluon.jit
-def softmax_wide_role(source, lanes, scale, dtype: gl.constexpr, C: gl.constexpr):
+def softmax_wide_role(source, lanes, scales, dtype: gl.constexpr, C: gl.constexpr):
     """Of both lanes by turns. The tensor cores bound it, so that a loop without masks would gain nothing."""
     walk = start_walk(source)
     phase0, phase1, heard = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1)
-    units = units_of(scale, C)
-    none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, lanes[0].s.get_reg_layout()))
+    rows_layout: gl.constexpr = gl.SliceLayout(1, lanes[0].s.get_reg_layout())
+    none = gl.full([ROWS], 0.0, gl.float32, rows_layout)
     while walk.more:
         tile = walk.tile
+        units = scales.of_tile(tile, rows_layout, C)
         view = View(source.schedule, tile, walk.span, first_row(tile, 0, C), source.left, source.right)
         place = tile.kv_end - 1
         rows = step(Rows(none, none, phase0), lanes[0], view, place, units, dtype, C, True, True)
