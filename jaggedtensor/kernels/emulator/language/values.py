@@ -278,10 +278,14 @@ def note_work(kind: str, elements: int, *operands) -> None:
     role = getattr(greenlet.getcurrent(), "role", None)
     if role is None or not role.cluster.report.keep_events:
         return
+    ctas = 1
     for x in operands:
-        if type(x) is Tensor and x.origin.__class__ is int:
-            role.work.append(["after", x.origin])
-    count = -(-elements // (32 * role.num_warps))
+        if type(x) is Tensor:
+            if x.origin.__class__ is int:
+                role.work.append(["after", x.origin])
+            if x.part is not None:  # this CTA has only a share of it
+                ctas = max(ctas, 2 ** sum(any(basis) for basis in x.part))
+    count = -(-elements // (32 * role.num_warps * ctas))
     if role.work and role.work[-1][0] == kind:
         role.work[-1][1] += count
     else:
