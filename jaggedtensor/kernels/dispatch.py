@@ -18,6 +18,7 @@ from torch import Tensor
 from jaggedtensor import env
 from jaggedtensor.errors import fail
 from jaggedtensor.kernels.blackwell.plan import backward_lacks as blackwell_backward_lacks
+from jaggedtensor.kernels.blackwell.plan import backward_told as blackwell_backward_told
 from jaggedtensor.kernels.blackwell.plan import lacks as blackwell_lacks
 from jaggedtensor.kernels.blackwell.plan import plan_backward as plan_blackwell_backward
 from jaggedtensor.kernels.blackwell.plan import plan_forward as plan_blackwell_forward
@@ -92,6 +93,11 @@ def nothing_more(problem: AttentionProblem) -> list[str]:
     return []
 
 
+def nothing_to_tell(problem: AttentionProblem) -> str:
+    """For implementations with one kernel for the backward pass of each kind of query."""
+    return ""
+
+
 def _triton_version() -> tuple[int, int]:
     names = ("triton", "pytorch-triton", "pytorch-triton-rocm") if HAS_TRITON else ()
     for name in names:
@@ -134,6 +140,7 @@ class Implementation:
     limits: Callable[[AttentionProblem], list[str]] = nothing_more
     backward: str | None = None
     backward_limits: Callable[[AttentionProblem], list[str]] = nothing_more
+    backward_told: Callable[[AttentionProblem], str] = nothing_to_tell  # which of its kernels does it, and why
     masks: bool = False  # whether it reads block masks
     unproven: bool = False  # never run by its authors: chosen unasked only where `jaggedtensor.doctor` has passed it
 
@@ -188,6 +195,7 @@ class Implementation:
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
+_EIGHT_BITS = torch.float8_e4m3fn  # forward, and only through `attend_fp8`, which has their scales
 
 # Fastest first: choose() takes the first that lacks nothing.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
@@ -209,7 +217,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "blackwell",
         "jaggedtensor.kernels.blackwell.launch",
         ("cuda",),
-        _HALVES,
+        (*_HALVES, _EIGHT_BITS),
         plan=plan_blackwell,
         needs_gluon=True,
         arch=10,
@@ -217,6 +225,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         masks=True,
         backward="portable",
         backward_limits=blackwell_backward_lacks,
+        backward_told=blackwell_backward_told,
         unproven=True,
     ),
     Implementation(

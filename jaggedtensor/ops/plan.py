@@ -249,7 +249,7 @@ class Plan:
             "lengths": [f"{picture_of_lengths(self.lengths.sort().values)} from shortest to longest", self._spread()],
             "padding": [f"would make {self.padded_tokens:,} rows{self._ratio(self.padded_tokens, self.tokens)}"],
             "attention": [self._call()],
-            "kernels": [self._kernels()],
+            "kernels": self._kernels(),
             "blocks": [self._blocks()],
             "schedules": [
                 f"{one.direction:<10}{one.schedule.kind.value} by {one.schedule.axis.value}: {one.why}"
@@ -320,11 +320,13 @@ class Plan:
         masked = ", block mask" * p.masked
         return f"{queries}; {heads}, {dims}, {str(p.dtype).removeprefix('torch.')}{window}{masked}"
 
-    def _kernels(self) -> str:
+    def _kernels(self) -> list[str]:
         if self.choice is None:
-            return f"none: {self.refusal}"
+            return [f"none: {self.refusal}"]
         over = "; ".join(f"{name} {' and '.join(why)}" for name, why in self.choice.passed_over.items())
-        return self.choice.implementation.name + (f" (passed over: {over})" if over else "")
+        kernels = [self.choice.implementation.name + (f" (passed over: {over})" if over else "")]
+        backward = self.choice.implementation.backward_told(self.problem)
+        return [*kernels, f"backward  {backward}"] if backward else kernels
 
     # -- drawing
 

@@ -101,6 +101,16 @@ def test_plan_says_which_kernels_were_asked_for_and_why_none_serves():
     assert re.search(r"kernels    none: .*portable: .*does not compute in torch.float64", repr(refused))
 
 
+def test_plan_says_which_of_its_backward_kernels_blackwell_takes():
+    keys, query = batch(dim=128, dtype=torch.float16), torch.zeros(3, 2, 128, dtype=torch.float16)
+    for asked, told in (
+        ((query,), "backward  broadcast\n"),
+        ((keys,), "backward  pair (passed over: broadcast takes a broadcast query)\n"),
+        ((query.new_zeros(300, 2, 128),), "backward  general (passed over: broadcast takes 1 to 128 query rows"),
+    ):
+        assert told in repr(keys.explain(*asked, backend="blackwell", device="b200"))
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1]], ids=["no sequences", "all empty", "one token"])
 def test_degenerate_batches_are_told_and_drawn(lengths, tmp_path):
     keys = batch(lengths) if lengths else JaggedTensor.from_list([]).with_values(torch.zeros(0, 2, 16))

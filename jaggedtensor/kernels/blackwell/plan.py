@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
-from jaggedtensor.kernels.blackwell.attention_bwd_2cta import config as pair
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta import config as general
+from jaggedtensor.kernels.blackwell.attention_bwd_2cta import config as pair
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
 from jaggedtensor.problem import AttentionProblem
@@ -92,15 +92,32 @@ def plan_forward(
     return found
 
 
+# Best first: a broadcast query of up to 128 rows keeps its gradient on the chip, and pairs of CTAs send half as much of
+# it as CTAs alone.
+BACKWARD = {"broadcast": broadcast, "pair": pair, "general": general}
+
+
 @functools.lru_cache(maxsize=512)
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
-    return broadcast.lacks(problem) and general.lacks(problem)
+    return broadcast.lacks(problem) and pair.lacks(problem) and general.lacks(problem)
 
 
+@functools.lru_cache(maxsize=512)
 def backward_family(problem: AttentionProblem) -> str:
-    """Which of them does it: a broadcast query of up to 128 rows keeps its gradient on the chip."""
-    return "general" if broadcast.lacks(problem) else "broadcast"
+    """Which of them does it: the first that lacks nothing."""
+    return next(name for name, family in BACKWARD.items() if not family.lacks(problem))
+
+
+def backward_told(problem: AttentionProblem) -> str:
+    """Which of them does the backward pass of a problem that they serve, and why those before it do not."""
+    name = backward_family(problem) if not backward_lacks(problem) else "portable"
+    over = {}
+    for before, family in BACKWARD.items():
+        if before == name:
+            break
+        over[before] = " and ".join(family.lacks(problem))
+    return name + (f" (passed over: {'; '.join(f'{k} {why}' for k, why in over.items())})" if over else "")
 
 
 def plan_backward(
@@ -112,8 +129,11 @@ def plan_backward(
     block_mask: Tensor | None = None,
 ) -> list[Tensor]:
     """Tiles and worker offsets, as the launcher of the family that serves the problem reads them."""
-    if backward_family(problem) == "broadcast":
+    family = backward_family(problem)
+    if family == "broadcast":
         return plan_broadcast_backward(problem, keys, rows)
+    if family == "pair":
+        return plan_pair_backward(problem, keys, query, rows, q_rows)
     return plan_general_backward(problem, keys, query, rows, q_rows, block_mask)
 
 
