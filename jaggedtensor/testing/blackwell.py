@@ -28,7 +28,7 @@ from jaggedtensor.ops.attention import _window
 from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device, QueryKind
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase
-from jaggedtensor.testing.launches import _compiling_for
+from jaggedtensor.testing.launches import compiling_for
 
 B200 = Device("cuda", (10, 0), 148, 227 << 10)
 B300 = Device("cuda", (10, 3), 148, 227 << 10)
@@ -97,7 +97,7 @@ def compile_forward(device: Device, case: AttentionCase, **chosen: int) -> tuple
         config = select(problem, **chosen)
         forward.forward(args, config, quantised)
     made = []
-    with _compiling_for(GPUTarget("cuda", device.arch[0] * 10 + device.arch[1], 32)):
+    with compiling_for(GPUTarget("cuda", device.arch[0] * 10 + device.arch[1], 32)):
         for variant, programs, descriptors, arguments in _Recorder.launches:
             made.append(variant.kernel.warmup(*descriptors, *arguments, grid=(programs,), **variant.options))
     return made[0], config

@@ -9,12 +9,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,22 +19,24 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from jaggedtensor.kernels.dispatch import by_name
 from jaggedtensor.kernels.portable.attention_bwd import launch as backward
 from jaggedtensor.kernels.portable.attention_fwd import launch as forward
-from jaggedtensor.kernels.portable.plan import plan
 from jaggedtensor.kernels.portable.tiling import Tiling
 from jaggedtensor.kernels.portable.variants import Place, itself
 from jaggedtensor.ops.attention import _window
 from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase
+from jaggedtensor.testing.machine_code import resources
 
-# By compute capability: A100, RTX 3090, H200, B200; and AMD's MI300X.
+# By compute capability: A100, RTX 3090, H200, B200, B300; and AMD's MI300X.
 GPUS = {
     (8, 0): Device("cuda", (8, 0), 108, 163 << 10),
     (8, 6): Device("cuda", (8, 6), 84, 99 << 10),
     (9, 0): Device("cuda", (9, 0), 132, 227 << 10),
     (10, 0): Device("cuda", (10, 0), 148, 227 << 10),
+    (10, 3): Device("cuda", (10, 3), 148, 227 << 10),
 }
 AMD = Device("cuda", (0, 0), 304, 64 << 10)
 
@@ -103,10 +102,10 @@ def _launch(kernel: Any, programs: int, key: Any, arguments: Callable[[Place], A
     kernel[(programs,)](*arguments(itself), **options)
 
 
-def launches_of(
-    case: AttentionCase, device: Device, needs: tuple[bool, bool, bool] = (True, True, True)
-) -> list[Launch]:
-    """What a forward and a backward pass of a case would launch on a device; nothing is computed."""
+def arguments_of(
+    case: AttentionCase, device: Device, backend: str = "portable", deterministic: bool = False
+) -> tuple[AttentionArgs, AttentionArgs]:
+    """What the launchers of a forward and of a backward pass are given, as if a case's tensors were on a device."""
     query, keys, values = case.inputs()
     q = (query.values() if isinstance(query, JaggedTensor) else query).detach()
     k, v = keys.values().detach(), values.values().detach()
@@ -114,16 +113,23 @@ def launches_of(
     q_offsets = None if q_layout is None else q_layout.offsets()
     left, right = _window(case.causal, case.window)
     mask = case.block_mask()
-    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, False, mask is not None)
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, deterministic, mask is not None)
     problem = replace(problem, device=device)
-    schedules = plan(problem, keys.layout, q_layout, k.shape[0], q.shape[0], True, mask)
+    schedules = by_name(backend).schedules(problem, keys.layout, q_layout, k.shape[0], q.shape[0], True, mask)
     scale = q.shape[-1] ** -0.5 if case.scale is None else case.scale
     slack = case.k_slack > 0 or case.q_slack > 0
     operands = (problem, q, k, v, q_offsets, keys.offsets(), scale, slack, keys.layout.is_complete)
+    return AttentionArgs(*operands, schedules[0], mask), AttentionArgs(*operands, schedules[1], mask)
+
+
+def launches_of(
+    case: AttentionCase, device: Device, needs: tuple[bool, bool, bool] = (True, True, True)
+) -> list[Launch]:
+    """What a forward and a backward pass of a case would launch on a device; nothing is computed."""
+    forward_args, backward_args = arguments_of(case, device)
     with recorded_launches(run=False) as launches:
-        out, lse = forward.forward(AttentionArgs(*operands, schedules[0], mask))
-        grads = (torch.zeros_like(out), torch.zeros_like(lse))
-        backward.backward(AttentionArgs(*operands, schedules[1], mask), *grads, out, lse, needs)
+        out, lse = forward.forward(forward_args)
+        backward.backward(backward_args, torch.zeros_like(out), torch.zeros_like(lse), out, lse, needs)
     return launches
 
 
@@ -149,18 +155,18 @@ def compile_launch(launch: Launch, arch: tuple[int, int] | str) -> Compiled:
         target = GPUTarget("hip", arch, 64)
     else:
         target = GPUTarget("cuda", 10 * arch[0] + arch[1], 32)
-    with _compiling_for(target):
+    with compiling_for(target):
         made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     if isinstance(arch, str):
         text = made.asm["amdgcn"]
         usage = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
         return Compiled(launch, made.metadata.shared, usage["vgpr_count"], usage["private_segment_fixed_size"], text)
-    usage = _resources(made.asm["cubin"])
+    usage = resources(made.asm["cubin"])
     return Compiled(launch, made.metadata.shared, usage["REG"], usage["STACK"], made.asm["ptx"])
 
 
 @contextmanager
-def _compiling_for(target: GPUTarget) -> Iterator[None]:
+def compiling_for(target: GPUTarget) -> Iterator[None]:
     """A driver that knows its target and nothing else; compiled kernels are kept by the device's number."""
     number = f"{target.backend} {target.arch}"
     driver = SimpleNamespace(
@@ -173,13 +179,3 @@ def _compiling_for(target: GPUTarget) -> Iterator[None]:
         yield
     finally:
         config._active = before
-
-
-def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers, stack and so on, as cuobjdump tells."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}

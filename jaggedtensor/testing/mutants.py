@@ -499,11 +499,12 @@ def table_of(scores: Sequence[Score], seconds: Sequence[float]) -> str:
     for result, took in zip(scores, seconds, strict=True):
         numbers = (result.counts[1], result.counts[0], len(result.equivalent))
         total = [a + b for a, b in zip(total, numbers, strict=True)]
-        rows.append(_line(result.family.ljust(width), *numbers, took))
-    return "\n".join([*rows, _line("all".ljust(width), *total, sum(seconds))])
+        rows.append(_line(result.family.ljust(width), numbers, took))
+    return "\n".join([*rows, _line("all".ljust(width), total, sum(seconds))])
 
 
-def _line(name: str, mutants: int, found: int, equivalent: int, seconds: float) -> str:
+def _line(name: str, numbers: Sequence[int], seconds: float) -> str:
+    mutants, found, equivalent = numbers
     return f"{name} {mutants:8} {found:6} {found / max(1, mutants):7.1%} {equivalent:11} {seconds / 60:8.1f}"
 
 

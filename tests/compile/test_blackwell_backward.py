@@ -14,81 +14,44 @@ from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 if sys.platform != "linux" or triton_version() < GLUON_NEEDS:
     pytest.skip("needs a Triton with Gluon for Blackwell", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget
-
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
-from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device import broadcast_kernel
 from jaggedtensor.kernels.blackwell.plan import backward_family, backward_lacks, plan_backward
-from jaggedtensor.kernels.shared.ragged import ragged
-from jaggedtensor.testing.blackwell import B200, B300, innermost_loops, registers_of
-from jaggedtensor.testing.launches import _compiling_for
+from jaggedtensor.testing.launches import GPUS
 
 
-def problem_of(q_len=128, heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=B200, **more):
+def problem_of(
+    q_len=128, heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=GPUS[10, 0], **more
+):
     value_dim = dim if value_dim is None else value_dim
     return AttentionProblem(QueryKind.BROADCAST, q_len, heads, kv_heads, dim, value_dim, dtype, device, **more)
 
 
-def general_problem(heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=B200, **more):
+def general_problem(heads=4, kv_heads=4, dim=128, value_dim=None, dtype=torch.bfloat16, device=GPUS[10, 0], **more):
     value_dim = dim if value_dim is None else value_dim
     return AttentionProblem(QueryKind.JAGGED, None, heads, kv_heads, dim, value_dim, dtype, device, **more)
 
 
-def compiled(problem):
-    """Of tensors that are on the CPU: nothing runs."""
-    config = broadcast.select(problem)
-    q = torch.zeros(problem.q_len, problem.q_heads, problem.head_dim, dtype=problem.dtype)
-    k = torch.zeros(128, problem.kv_heads, problem.head_dim, dtype=problem.dtype)
-    v = torch.zeros(128, problem.kv_heads, problem.value_dim, dtype=problem.dtype)
-    grad_out = torch.zeros(2 * problem.q_len, problem.q_heads, problem.value_dim, dtype=problem.dtype)
-    rows, n = broadcast.ROWS // config.group, config.block_n
-    blocks = (
-        (q, rows, config.group, config.block_d),
-        (k, n, 1, config.block_d),
-        (v, n, 1, config.block_dv),
-        (grad_out, rows, config.group, config.block_dv),
-        (k, n, 1, broadcast.HALF),
-        (v, n, 1, broadcast.HALF),
-    )
-    numbers, whole = torch.zeros(64), torch.zeros(64, dtype=torch.int32)
-    args = (numbers, numbers, numbers, whole, whole, whole.long(), problem.q_len, 0.1, 0.2, config)
-    arch = problem.device.arch
-    with _compiling_for(GPUTarget("cuda", arch[0] * 10 + arch[1], 32)):
-        made = broadcast_kernel.warmup(*(ragged(*block)[1]() for block in blocks), *args, grid=(148,), **config.options)
-    return made, config
+COMPILED = [
+    ("sm_100", "broadcast 128"),
+    ("sm_103", "broadcast 128"),
+    ("sm_100", "broadcast 64"),
+    ("sm_100", "broadcast 72 and 40, 17 rows of 4 heads"),
+]
 
 
-PROBLEMS = {
-    "128": problem_of(),
-    "128, B300": problem_of(device=B300),
-    "64, fp16": problem_of(dim=64, dtype=torch.float16),
-    "72 and 40, groups of 4": problem_of(17, heads=8, kv_heads=2, dim=72, value_dim=40),
-}
-
-
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
-def test_backward_compiles_within_its_budgets(problem):
+@pytest.mark.parametrize(("arch", "name"), COMPILED)
+def test_backward_compiles_within_its_budgets(arch, name, compile_within_rules):
     """TUN-04: roles get the registers that they ask for, no loop stores a spilled number, memory is as estimated."""
-    made, config = compiled(problem)
-    assert made.metadata.shared <= config.shared_memory <= broadcast.SHARED_MEMORY
-    assert made.metadata.tmem_size == 512 >= config.tensor_columns
-    # Asking for more than there is drops every request, silently.
-    asked = {config.drain_registers, config.compute_registers, config.single_registers}
-    assert asked <= set(registers_of(made))
-    loops = innermost_loops(made.asm["cubin"])
-    compute = [body for body in loops if body["MUFU"]]
-    (mma,) = (body for body in loops if body["UTCHMMA"])
-    (drain,) = (body for body in loops if body["UTMASTG"])
-    assert len(compute) == 2
-    assert [body["MUFU"] for body in compute] == [broadcast.HALF] * 2  # of each thread: no score is computed twice
-    for body in (*compute, mma, drain):
-        assert not body["STL"], body
-    for body in (*compute, mma):  # read only: what stays the same for all tiles
-        assert body["LDL"] <= 3, body
+    (kernel,) = compile_within_rules(name, arch, "backward")
+    config, roles = kernel.config, kernel.roles
+    assert kernel.tensor_columns == 512 >= config.tensor_columns
+    compute, (mma,), (drain,) = (roles[f"{name}_role"].loops for name in ("compute", "mma", "drain"))
+    # Of each thread: no score is computed twice.
+    assert [loop.counts["MUFU"] for loop in compute] == [broadcast.HALF] * 2
     # Sixteen of the inner dimension each: S, dP and dQ whole, dV and dK in halves.
     d, dv = config.block_d // 16, config.block_dv // 16
-    assert mma["UTCHMMA"] == d + dv + 8 + 8 * (config.block_d + config.block_dv) // broadcast.HALF
-    assert drain["UTMASTG"] == (config.block_d + config.block_dv) // broadcast.HALF
+    assert mma.counts["UTCHMMA"] == d + dv + 8 + 8 * (config.block_d + config.block_dv) // broadcast.HALF
+    assert drain.counts["UTMASTG"] == (config.block_d + config.block_dv) // broadcast.HALF
 
 
 def test_a_problem_beyond_the_budgets_is_refused_by_name():

@@ -1,0 +1,63 @@
+"""Which problems the Gluon kernels are compiled for, to be looked at: by `make compile-check`, and by tests/compile.
+
+A family that dispatch chooses for one of them is looked at by itself. A new feature wants a case here; a kernel that
+dispatch does not choose wants one with `run`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jaggedtensor.problem import AttentionArgs, QueryKind
+from jaggedtensor.testing.attention import AttentionCase
+from jaggedtensor.testing.compiled import CompileCase
+
+B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
+
+
+def case_of(query: QueryKind, dim: int, value_dim: int | None = None, **options: Any) -> AttentionCase:
+    """Of three sequences, one of them empty."""
+    settings: dict[str, Any] = dict(
+        q_length=128, q_lengths=(5, 0, 400), dtype=torch.bfloat16, dim=dim, value_dim=value_dim or dim
+    )
+    return AttentionCase((100, 0, 300), query=query, **settings | options)
+
+
+def _asking(args: AttentionArgs) -> None:
+    """CTAs of the Blackwell forward ask the launch control for their tiles."""
+    from jaggedtensor.kernels.blackwell.attention_fwd import config, launch
+
+    launch.forward(args, config.select(args.problem, answers=2))
+
+
+FP16 = torch.float16
+CASES: dict[str, CompileCase] = {
+    "broadcast 128": CompileCase(case_of(B, 128), quick=True),
+    "broadcast 64": CompileCase(case_of(B, 64, dtype=FP16)),
+    "broadcast 128, 32 rows": CompileCase(case_of(B, 128, q_length=32)),
+    "broadcast 128, 256 rows": CompileCase(case_of(B, 128, q_length=256)),
+    "broadcast 256": CompileCase(case_of(B, 256)),
+    "broadcast 72 and 40, 17 rows of 4 heads": CompileCase(case_of(B, 72, 40, q_length=17, heads=8)),
+    "broadcast 128, a mask": CompileCase(case_of(B, 128, mask_share=0.5)),
+    "broadcast 128, cut tiles": CompileCase(
+        AttentionCase((40000,), heads=1, kv_heads=1, q_length=128, dim=128, value_dim=128, dtype=torch.bfloat16),
+        only="forward",
+    ),
+    "per sequence 80 and 64, 5 rows of 3 heads, causal": CompileCase(
+        case_of(P, 80, 64, q_length=5, heads=6, causal=True)
+    ),
+    "per sequence 128, 70 rows": CompileCase(case_of(P, 128, q_length=70)),
+    "jagged 128": CompileCase(case_of(J, 128), quick=True),
+    "jagged 128, the same bits": CompileCase(case_of(J, 128), deterministic=True, only="backward"),
+    "jagged 64": CompileCase(case_of(J, 64, dtype=FP16)),
+    "jagged 256": CompileCase(case_of(J, 256)),
+    "jagged 128, causal": CompileCase(case_of(J, 128, causal=True)),
+    "jagged 128, causal, groups of 4": CompileCase(case_of(J, 128, causal=True, heads=8)),
+    "jagged 64, window, groups of 4": CompileCase(case_of(J, 64, heads=4, kv_heads=1, window=(30, 5))),
+    "jagged 192 and 128, causal": CompileCase(case_of(J, 192, 128, causal=True)),
+    "broadcast 128, tiles asked for": CompileCase(case_of(B, 128), only="sm_100 forward", run=_asking),
+    "jagged 128, tiles asked for": CompileCase(case_of(J, 128), only="sm_100 forward", run=_asking),
+    "broadcast 256, tiles asked for": CompileCase(case_of(B, 256), only="sm_100 forward", run=_asking),
+}
