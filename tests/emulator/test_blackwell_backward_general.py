@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
+from jaggedtensor import JaggedLayout
+from jaggedtensor.kernels.blackwell.plan import plan_general_backward
 from jaggedtensor.kernels.emulator import ORDERS
 from jaggedtensor.testing.mutants import load_module
 
@@ -42,6 +45,45 @@ def test_values_are_right(name):
         family.run(CASES[name], order, seed)
 
 
+@pytest.mark.parametrize("right", [-1, 0], ids=["all", "causal"])
+def test_dq_added_in_turns_has_the_same_bits(right):
+    """By three CTAs that run at the same time."""
+    case = Case((300, 5), (130, 9), deterministic=True, right=right, processors=3, group=2)
+    family.same_bits(case, [("random", 0), ("late", 1), ("starve", 2)])
+
+
+def test_shares_of_dq_have_the_same_bits():
+    case = Case((200, 1), q_len=130, query=B)
+    family.same_bits(case, [("random", 0), ("late", 1), ("ahead", 2)])
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=4),
+    left=st.sampled_from([-1, 0, 100, 400]),
+    right=st.sampled_from([-1, 0, 100, 400]),
+    heads=st.integers(1, 4),
+    processors=st.integers(1, 9),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_turns_cannot_wait_in_a_circle(lengths, left, right, heads, processors):
+    """Every CTA walks one list from its end, in which those whose turn comes before a tile's are behind it: then the
+    tile that is furthest back of all that are not done waits for nothing, and its CTA is at it."""
+    k_lengths, q_lengths = zip(*lengths, strict=True)
+    case = Case(k_lengths, q_lengths, kv_heads=heads, left=left, right=right, deterministic=True, processors=processors)
+    layouts = [JaggedLayout.from_lengths(torch.tensor(x)) for x in (k_lengths, q_lengths)]
+    tiles, offsets = plan_general_backward(case.problem, *layouts, sum(k_lengths), sum(q_lengths))
+    for begin, end in pairwise(offsets.tolist()):
+        places = [(row[0], row[4], row[1]) for row in tiles[begin:end].tolist()]  # sequence, keys, head
+        assert places == sorted(places)
+    for block in {(row[0], row[1], i) for row in tiles.tolist() if row[0] >= 0 for i in range(row[2], row[3])}:
+        keys = sorted(r[4] for r in tiles.tolist() if (r[0], r[1]) == block[:2] and r[2] <= block[2] < r[3])
+        assert keys == list(range(keys[0], keys[-1] + 1))  # so the number of those behind is a difference
+        last = (k_lengths[block[0]] - 1) // 128
+        if right >= 0:
+            last = min(last, (block[2] * 128 + 127 + k_lengths[block[0]] - q_lengths[block[0]] + right) // 128)
+        assert keys[-1] == last
+
+
 def test_scores_far_below_zero_overflow_nothing():
     """TAIL-06 and 07: a last block that is half full, all of whose scores are about -120."""
     for length in (64, 192, 129):
@@ -69,6 +111,7 @@ def drawn_cases(draw):
         value_dim=value_dim,
         left=left,
         right=right,
+        deterministic=draw(st.booleans()) and kept is None,
         kept=kept,
         processors=draw(st.integers(2, 3)),
         dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),

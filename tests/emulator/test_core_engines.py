@@ -340,3 +340,27 @@ def registers_kernel(WARPS: gl.constexpr, REGISTERS: gl.constexpr):
 def test_registers_are_dealt_out(warps, registers, maxnreg, fits):
     report = emulate(registers_kernel, (1,), num_warps=4, maxnreg=maxnreg, WARPS=warps, REGISTERS=registers)
     assert report.status == ("ok" if fits else "budget"), str(report)
+
+
+# Clusters -----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def chain_kernel(out, done, NUMBER: gl.constexpr):
+    """Each program but the last waits for the next one."""
+    turn, me = NUMBER - 1 - gl.program_id(0), gl.program_id(0)
+    so_far = 0
+    while so_far < turn:
+        so_far = gl.atomic_add(done, 0, sem="acquire", scope="gpu")
+    gl.store(out + me, so_far)
+    gl.atomic_add(done, 1, sem="release", scope="gpu")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_programs_that_wait_for_later_ones_end_if_they_run_together(order):
+    out, done = torch.full((4,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    emulate(chain_kernel, (4,), out, done, 4, num_warps=4, order=order, together=4).raise_if_bad()
+    assert out.tolist() == [3, 2, 1, 0]
+    if order == "round_robin":
+        report = emulate(chain_kernel, (4,), out, done.zero_(), 4, num_warps=4, order=order, max_steps=2000)
+        assert report.status == "too long"

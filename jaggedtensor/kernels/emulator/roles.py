@@ -5,7 +5,7 @@ their own. An order picks among roles that can run and operations that can land;
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -320,8 +320,8 @@ class Cluster(Machine):
     def switch(self) -> None:
         self.main.switch()
 
-    def run(self) -> None:
-        """Until every role is done, or none can go on."""
+    def run(self) -> Iterator[None]:
+        """A step at a time, until every role is done, or none can go on."""
         limit = self.launch.max_steps
         try:
             while True:
@@ -340,6 +340,7 @@ class Cluster(Machine):
                 if self.steps > limit:
                     self.find("too long", f"more than {limit} steps", advice="a loop that never ends, or max_steps")
                     raise Stop
+                yield
         except Stop:
             pass
         finally:

@@ -105,6 +105,7 @@ def emulate(
     maxnreg: int | None = None,
     enable_fp_fusion: bool = True,
     compiler_fences: bool = False,
+    together: int = 1,
     **kwargs,
 ) -> Report:
     """Runs a `@gluon.jit` kernel with CPU tensors and host-side tensor descriptors; results are written into them.
@@ -113,7 +114,8 @@ def emulate(
     kernel is in the report: `emulate(...).raise_if_bad()`. A name that is not emulated raises `UnknownBuiltin`.
     `maxnreg` counts for the roles' registers, as at a launch; `enable_fp_fusion` is taken and ignored. Where one role
     stores and an engine reads for the same role, the compiler adds the fence (Triton 3.8 and 3.9; not between roles):
-    `compiler_fences=True` lets that pass, by default the kernel must have its own.
+    `compiler_fences=True` lets that pass, by default the kernel must have its own. `together` clusters run at the same
+    time, which kernels need in which they wait for one another; by default one runs after the other.
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
@@ -137,13 +139,13 @@ def emulate(
         for name, value in bound.arguments.items()
     }
     launch.body = lambda: function(**values)
-    memories = [(Memory("shared", rank), Memory("tensor", rank)) for rank in range(num_ctas)]
+    memories = [[(Memory("shared", rank), Memory("tensor", rank)) for rank in range(num_ctas)] for _ in range(together)]
     collecting = gc.isenabled()
     gc.disable()  # it would look through all of torch and triton again and again
     try:
         while launch.waiting and not report.findings:
-            _run_program(launch, launch.waiting.pop(0), report, memories)
-            for memory in (m for pair in memories for m in pair):
+            _run_programs(launch, report, memories)
+            for memory in (m for of_one in memories for pair in of_one for m in pair):
                 memory.renew()
     finally:
         if collecting:
@@ -185,19 +187,38 @@ def _buffer(name: str, tensor: torch.Tensor, buffers: dict) -> GlobalBuffer:
     return buffers[key]
 
 
-def _run_program(launch: Launch, program: tuple, report: Report, memories) -> None:
-    """One cluster, from start to end."""
+def _run_programs(launch: Launch, report: Report, memories) -> None:
+    """Clusters, as many as there are memories for, from start to end: a few steps of one, a few of another."""
+    clusters = [_start_program(launch, report, launch.waiting.pop(0), m) for m in memories[: len(launch.waiting)]]
+    running = [(cluster, cluster.run()) for cluster in clusters]
+    while running and not report.findings:
+        chosen = running[0] if len(running) == 1 else launch.random.choice(running)
+        cluster, steps = chosen
+        going = True
+        while going and (len(running) == 1 or launch.random.random() < 0.95):
+            going = next(steps, running) is None
+        if not going:
+            running.remove(chosen)
+            _end_program(cluster, report)
+    for _, steps in running:  # somebody else's finding
+        steps.close()
+
+
+def _start_program(launch: Launch, report: Report, program: tuple, memories) -> Cluster:
     launch.started += 1
     ctas = [Cta(rank, *memory) for rank, memory in enumerate(memories)]
     cluster = Cluster(launch, program, ctas, report)
     for cta in ctas:
         Role(cluster, cta, report.kernel, launch.num_warps, launch.kernel_body())
-    cluster.run()
+    return cluster
+
+
+def _end_program(cluster: Cluster, report: Report) -> None:
     if cluster.failure is not None and not isinstance(cluster.failure, Stop):
         raise cluster.failure
     report.programs += 1
     report.roles += [role.stats for role in cluster.roles]
-    for cta in ctas:
+    for cta in cluster.ctas:
         report.shared_peak = max(report.shared_peak, cta.shared.peak)
         report.tensor_peak = max(report.tensor_peak, cta.tensor.peak_columns)
     if not report.findings:

@@ -6,6 +6,7 @@ python -m jaggedtensor.testing.mutants tests/emulator/families/blackwell_backwar
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,6 +201,7 @@ def run(case: Case, order: str, seed: int, **changes: Any):
         target="sm100",
         order=order,
         seed=seed,
+        together=programs if config.ordered else 1,
     )
     report.raise_if_bad()
     assert report.shared_peak <= configuration.SHARED_MEMORY
@@ -220,17 +222,32 @@ def run(case: Case, order: str, seed: int, **changes: Any):
     return report, dq
 
 
-# Small, for mutants.
+# Small, for mutants: keys in a ring of two and of one, several blocks and tiles for a CTA; bits that must not change.
 MUTATED = (
-    (Case((300, 0, 129, 1, 70), (150, 3, 5, 1, 0), kv_heads=2, group=2), {}),
-    (Case((150, 20, 290), (150, 64, 200), dim=128, value_dim=128, left=60, right=0), {}),
+    Case((260, 0, 1), (260, 3, 1), processors=1),
+    Case((150, 20), (260, 5), dim=128, value_dim=128, left=200, right=0, processors=1),
+)
+SAME_BITS = (
+    Case((300,), (140,), deterministic=True, processors=3),
+    Case((200, 1), q_len=130, query=B, processors=1),
 )
 EQUIVALENT: dict[str, str] = {}
 
 
 def run_all(order: str, seed: int) -> None:
-    for case, changes in MUTATED:
-        run(case, order, seed, **changes)
+    for case in MUTATED:
+        run(case, order, seed)
+    for case in SAME_BITS:
+        same_bits(case, ((order, seed), ("late", seed + 1)))
+
+
+def same_bits(case: Case, orders: Iterable[tuple[str, int]]) -> None:
+    """dQ is the same to the last bit, whatever the order."""
+    first = None
+    for order, seed in orders:
+        _, dq = run(case, order, seed)
+        first = dq if first is None else first
+        assert torch.equal(dq, first), f"{int((dq != first).sum())} numbers of dQ differ under another order"
 
 
 FAMILY = Family(
