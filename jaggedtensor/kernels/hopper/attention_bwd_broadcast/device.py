@@ -153,7 +153,8 @@ def load_queries_role(schedule, descriptors, channels, C: gl.constexpr):
 @gluon.jit
 def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
     """dV or dK of each tile, from where its maker staged it. A query of several parts is a chain of CTAs: the first
-    stores, each of the others adds to what the one before it has written. `progress`: tiles written, by CTA."""
+    stores, each of the others adds to what the one before it has written. `progress`: tiles written, by CTA. It is told
+    a tile late: what it takes to make a write seen passes while the next one is on its way."""
     begin, end = my_range(schedule, C)
     walk = start_walk(schedule, begin, end)
     at = out.start()
@@ -164,25 +165,24 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
     for t in range(begin, end):
         tile, span = walk.tile, walk.span
         for block in range(tile.kv_begin, tile.kv_end):
-            slot, at = out.acquire_full(at)
             place = ragged_place(span.k_start, span.k_count, block * C.block_n, tile.head)
-            if C.parts == 1:
+            if part > 0:
+                while before <= turn:
+                    before = gl.atomic_add(mine - 1, 0, sem="acquire", scope="gpu")
+            slot, at = out.acquire_full(at)
+            if part == 0:
                 tma.async_store(out_desc, place, slot.buffer)
             else:
-                if part == 0:
-                    tma.async_store(out_desc, place, slot.buffer)
-                else:
-                    while before <= turn:
-                        before = gl.atomic_add(mine - 1, 0, sem="acquire", scope="gpu")
-                    tma.async_atomic_add(out_desc, place, slot.buffer)
-                tma.store_wait(1, read_only=False)
-                gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
-                turn += 1
+                tma.async_atomic_add(out_desc, place, slot.buffer)
             tma.store_wait(0)
             slot.release()
+            if C.parts > 1:
+                if turn > 0:
+                    gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
+                tma.store_wait(0, read_only=False)
+                turn += 1
         walk = walk.next(t)
     if C.parts > 1:
-        tma.store_wait(0, read_only=False)
         gl.atomic_xchg(mine, turn, sem="release", scope="gpu")
 
 
