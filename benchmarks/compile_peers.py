@@ -24,7 +24,8 @@ DIMS = (128, 64)
 
 
 def compile_kernels(folder: Path, arch: str) -> list[dict[str, object]]:
-    """Forward and backward for each head dimension, jagged and without a mask; in this process, for one GPU."""
+    """Forward and backward for each head dimension, jagged and without a mask, and a forward in e4m3; in this process,
+    for one GPU."""
     os.environ |= {
         "FLASH_ATTENTION_ARCH": arch,
         "FLASH_ATTENTION_NUM_SMS": PROCESSORS,
@@ -50,13 +51,12 @@ def compile_kernels(folder: Path, arch: str) -> list[dict[str, object]]:
 
     kernels: list[dict[str, object]] = []
 
-    def note(which: str, dim: int) -> None:
+    def note(which: str, dim: int, dtype: str = "") -> None:
         """The new file of this pass gets a name of its own, as the next one would overwrite it."""
         (made,) = folder.glob(f"*flash_{which}_sm*.cubin")
-        kept = made.rename(folder / f"fa4-{arch}-{which}-{dim}.cubin")
-        kernels.append(
-            {"arch": arch, "pass": {"fwd": "forward", "bwd": "backward"}[which], "dim": dim, "file": str(kept)}
-        )
+        kept = made.rename(folder / f"fa4-{arch}-{which}-{dim}{dtype}.cubin")
+        name = {"fwd": "forward", "bwd": "backward"}[which]
+        kernels.append({"arch": arch, "pass": name, "dim": f"{dim}{dtype and ' '}{dtype}", "file": str(kept)})
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         for dim in DIMS:
@@ -67,6 +67,9 @@ def compile_kernels(folder: Path, arch: str) -> list[dict[str, object]]:
             note("fwd", dim)
             interface._flash_attn_bwd(q, k, v, out, torch.empty_like(out), lse, **ragged)
             note("bwd", dim)
+        q, k, v = (torch.empty(2048, 16, 128, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(3))
+        interface._flash_attn_fwd(q, k, v, **ragged)
+        note("fwd", 128, "e4m3")
     return kernels
 
 

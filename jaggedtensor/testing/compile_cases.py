@@ -6,6 +6,7 @@ dispatch does not choose wants one with `run`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,15 @@ def _asking(args: AttentionArgs) -> None:
     launch.forward(args, config.select(args.problem, answers=2))
 
 
+def _in_e4m3(args: AttentionArgs) -> None:
+    """The Blackwell forward of operands of 8 bits, with scales."""
+    from jaggedtensor.kernels.blackwell.attention_fwd import launch
+
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (args.q, args.k, args.v))
+    by = launch.Quantised(torch.ones(q.shape[-2]), torch.ones(()), torch.ones(()), args.q.dtype)
+    launch.forward(args._replace(problem=replace(args.problem, dtype=q.dtype), q=q, k=k, v=v), None, by)
+
+
 FP16 = torch.float16
 CASES: dict[str, CompileCase] = {
     "broadcast 128": CompileCase(case_of(B, 128), quick=True),
@@ -51,7 +61,7 @@ CASES: dict[str, CompileCase] = {
     "per sequence 128, 70 rows": CompileCase(case_of(P, 128, q_length=70)),
     "jagged 128": CompileCase(case_of(J, 128), quick=True),
     "jagged 128, the same bits": CompileCase(case_of(J, 128), deterministic=True, only="backward"),
-    "jagged 64": CompileCase(case_of(J, 64, dtype=FP16)),
+    "jagged 64": CompileCase(case_of(J, 64, dtype=FP16), quick=True),
     "jagged 256": CompileCase(case_of(J, 256)),
     "jagged 128, causal": CompileCase(case_of(J, 128, causal=True)),
     "jagged 128, causal, groups of 4": CompileCase(case_of(J, 128, causal=True, heads=8)),
@@ -59,5 +69,11 @@ CASES: dict[str, CompileCase] = {
     "jagged 192 and 128, causal": CompileCase(case_of(J, 192, 128, causal=True)),
     "broadcast 128, tiles asked for": CompileCase(case_of(B, 128), only="sm_100 forward", run=_asking),
     "jagged 128, tiles asked for": CompileCase(case_of(J, 128), only="sm_100 forward", run=_asking),
+    "broadcast 128, e4m3": CompileCase(case_of(B, 128), only="forward blackwell", run=_in_e4m3),
+    "jagged 128, e4m3": CompileCase(case_of(J, 128), quick=True, only="forward blackwell", run=_in_e4m3),
+    "jagged 64, window, groups of 4, e4m3": CompileCase(
+        case_of(J, 64, heads=4, kv_heads=1, window=(30, 5)), only="forward blackwell", run=_in_e4m3
+    ),
+    "broadcast 256, e4m3": CompileCase(case_of(B, 256), only="sm_100 forward", run=_in_e4m3),
     "broadcast 256, tiles asked for": CompileCase(case_of(B, 256), only="sm_100 forward", run=_asking),
 }

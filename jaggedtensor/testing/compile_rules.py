@@ -39,6 +39,7 @@ class Reason:
 
 
 _BROADCAST, _FORWARD = "blackwell/attention_bwd_broadcast", "blackwell/attention_fwd"
+_PAIR, _GENERAL = "blackwell/attention_bwd_2cta", "blackwell/attention_bwd_1cta"
 _RESCALE = Reason(
     "a barrier around each piece of O; where no row's peak grows, three quarters are passed over", 1.35, 1
 )
@@ -64,6 +65,11 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_BROADCAST, "mma_role"): Reason(f"commits for each half of dV and dK; {_CONSTANTS}", 1.2, 3),
     (_BROADCAST, "load_queries_role"): Reason(_CONSTANTS, loads=1),
     (_BROADCAST, "load_keys_role"): _LOADS,
+    (_PAIR, "mma_role"): Reason(
+        f"each operand has one buffer, whose release is a commit of its own; 2688 cycles to issue in; {_CONSTANTS}",
+        1.3,
+        2,
+    ),
     ("hopper/attention_bwd", "consume_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd", "consume_role", "window"): Reason(
         "masks take registers that scores need",
@@ -120,7 +126,8 @@ def counterpart_of(kernel: Kernel, role: Role, arch: str, which: Pass, peers: Pe
     """Instructions of the counterpart for the work of a trip of ours; None if there is none."""
     config = kernel.config
     dims = {getattr(config, "block_d", 0), getattr(config, "block_dv", 0)}
-    found = peers.get(f"{arch} {which.value} {dims.pop()}", {}).get(role.kind) if len(dims) == 1 else None
+    dtype = " e4m3" if getattr(config, "itemsize", 2) == 1 else ""
+    found = peers.get(f"{arch} {which.value} {dims.pop()}{dtype}", {}).get(role.kind) if len(dims) == 1 else None
     if found is None:
         return None
     share = 1.0

@@ -59,9 +59,9 @@ class CompileCase:
     Attributes:
         case: with lengths of no meaning but where the launcher looks at them.
         quick: in the small selection that every change must pass.
-        only: a pass, a GPU, or a pass of a GPU: "forward", "sm_100", "sm_100 forward"; "" for all.
-        run: launches in place of dispatch, given the device and the arguments of the pass: for a kernel or a
-            configuration that dispatch does not choose.
+        only: a pass, a GPU, a backend, or several of these: "forward", "sm_100 forward", "blackwell"; "" for all.
+        run: launches in place of dispatch, given the arguments of the pass: for a kernel or a configuration that
+            dispatch does not choose.
     """
 
     case: AttentionCase
@@ -71,7 +71,8 @@ class CompileCase:
     run: Callable[[AttentionArgs], Any] | None = None
 
     def includes(self, arch: str, which: Pass) -> bool:
-        return all(word in (arch, which.value) for word in self.only.split())
+        backend = BACKEND_OF[GPU_OF[arch].arch[0]]
+        return all(word in (arch, backend, which.value) for word in self.only.split())
 
 
 @contextmanager
