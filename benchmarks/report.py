@@ -133,13 +133,13 @@ def as_markdown(rows: list[Row], costs: Row) -> str:
     return "\n\n".join(parts)
 
 
-def write_between_markers(path: Path, text: str) -> None:
+def write_between_markers(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Raises ValueError if the file lacks the markers."""
     old = path.read_text()
-    if BEGIN not in old or END not in old:
-        raise ValueError(f"{path} must have the lines {BEGIN} and {END} for the table to go between")
-    before, _, rest = old.partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+    if begin not in old or end not in old:
+        raise ValueError(f"{path} must have the lines {begin} and {end} for the table to go between")
+    before, _, rest = old.partition(begin)
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
 
 
 def plot(rows: list[Row], path: Path) -> None:
