@@ -52,40 +52,31 @@ def plan_nothing(
     return [], []
 
 
-def plan_hopper(
-    problem: AttentionProblem,
-    keys: JaggedLayout,
-    query: JaggedLayout | None,
-    rows: int,
-    q_rows: int,
-    train: bool,
-    block_mask: Tensor | None = None,
-) -> Schedules:
-    """The portable kernels do the backward pass where its own ones lack something."""
-    forward = plan_hopper_forward(problem, keys, query, rows, q_rows, block_mask)
-    if not train:
-        return forward, []
-    if hopper_backward_lacks(problem):
-        return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1]
-    return forward, plan_hopper_backward(problem, keys, query, rows, q_rows)
+def plan_of(
+    forward: Callable[..., list[Tensor]],
+    backward: Callable[..., list[Tensor]],
+    backward_lacks: Callable[[AttentionProblem], list[str]],
+) -> Callable[..., Schedules]:
+    """Of kernels whose backward pass the portable ones do where something is lacking."""
 
+    def plan(
+        problem: AttentionProblem,
+        keys: JaggedLayout,
+        query: JaggedLayout | None,
+        rows: int,
+        q_rows: int,
+        train: bool,
+        block_mask: Tensor | None = None,
+    ) -> Schedules:
+        own = forward(problem, keys, query, rows, q_rows, block_mask)
+        if not train:
+            return own, []
+        if backward_lacks(problem):
+            return own, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1]
+        mask = () if block_mask is None else (block_mask,)
+        return own, backward(problem, keys, query, rows, q_rows, *mask)
 
-def plan_blackwell(
-    problem: AttentionProblem,
-    keys: JaggedLayout,
-    query: JaggedLayout | None,
-    rows: int,
-    q_rows: int,
-    train: bool,
-    block_mask: Tensor | None = None,
-) -> Schedules:
-    """The portable kernels do the backward pass where its own ones lack something."""
-    forward = plan_blackwell_forward(problem, keys, query, rows, q_rows, block_mask)
-    if not train:
-        return forward, []
-    if blackwell_backward_lacks(problem):
-        return forward, plan_portable(problem, keys, query, rows, q_rows, True, block_mask)[1]
-    return forward, plan_blackwell_backward(problem, keys, query, rows, q_rows, block_mask)
+    return plan
 
 
 def nothing_more(problem: AttentionProblem) -> list[str]:
@@ -205,7 +196,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "jaggedtensor.kernels.hopper.launch",
         ("cuda",),
         _HALVES,
-        plan=plan_hopper,
+        plan=plan_of(plan_hopper_forward, plan_hopper_backward, hopper_backward_lacks),
         needs_gluon=True,
         arch=9,
         limits=hopper_lacks,
@@ -218,7 +209,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "jaggedtensor.kernels.blackwell.launch",
         ("cuda",),
         (*_HALVES, _EIGHT_BITS),
-        plan=plan_blackwell,
+        plan=plan_of(plan_blackwell_forward, plan_blackwell_backward, blackwell_backward_lacks),
         needs_gluon=True,
         arch=10,
         limits=blackwell_lacks,
