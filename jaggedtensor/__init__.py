@@ -5,6 +5,9 @@ from jaggedtensor import torch_functions as torch_functions
 from jaggedtensor.interop import collate as collate
 from jaggedtensor.layout import JaggedLayout as JaggedLayout
 from jaggedtensor.ops.attention import attend as attend
+from jaggedtensor.ops.fp8 import attend_fp8 as attend_fp8
+from jaggedtensor.ops.fp8 import dequantize_fp8 as dequantize_fp8
+from jaggedtensor.ops.fp8 import quantize_fp8 as quantize_fp8
 from jaggedtensor.schedules import ScheduleKind as ScheduleKind
 from jaggedtensor.schedules import TileSchedule as TileSchedule
 from jaggedtensor.tensor import JaggedTensor as JaggedTensor

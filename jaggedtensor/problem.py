@@ -203,6 +203,16 @@ class AttentionArgs(NamedTuple):
         return lse_shape(self.q, self.q_offsets, self.k_offsets)
 
 
+class Quantised(NamedTuple):
+    """What q, k and v in e4m3 are multiples of: fp32 `[Hq]`, `[Hkv]` and `[Hkv]`, or `[]` for all heads; and what out
+    is to be."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_dtype: torch.dtype
+
+
 def out_shape(q: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor) -> tuple[int, ...]:
     """`[B, Lq, Hq, Dv]` or, for a jagged query, `[rows, Hq, Dv]`."""
     if q_offsets is not None:

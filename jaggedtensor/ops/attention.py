@@ -190,8 +190,9 @@ def _check(
     k: Tensor,
     v: Tensor,
     block_mask: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = _DTYPES,
 ) -> None:
-    _check_shapes(q, k, v)
+    _check_shapes(q, k, v, dtypes)
     _check_layouts(query, key, value, q, k, v)
     if block_mask is not None:
         longest = query.layout.longest_on_host if isinstance(query, JaggedTensor) else q.shape[-3]
@@ -258,12 +259,13 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> None:
     if not q.dtype == k.dtype == v.dtype:
         got = f"query {q.dtype}, key {k.dtype}, value {v.dtype}"
         fail("query, key and value", "of one dtype", got, "cast them, or run under torch.autocast", error=TypeError)
-    if k.dtype not in _DTYPES:
-        fail("query, key and value", "bf16, fp16, fp32 or fp64", k, "convert with .float()", error=TypeError)
+    if k.dtype not in dtypes:
+        remedy = "use attend_fp8" if k.dtype == torch.float8_e4m3fn else "convert with .float()"
+        fail("query, key and value", "bf16, fp16, fp32 or fp64", k, remedy, error=TypeError)
     (q_heads, dim), (kv_heads, key_dim), value_heads = q.shape[-2:], k.shape[-2:], v.shape[-2]
     if dim != key_dim:
         fail("the head dimension of query", f"{key_dim}, as of key", f"{dim}")

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from jaggedtensor.kernels.blackwell.attention_fwd import launch as forward
 from jaggedtensor.kernels.blackwell.attention_fwd.config import Config, select
 from jaggedtensor.ops.attention import _window
-from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device, QueryKind
+from jaggedtensor.problem import AttentionArgs, AttentionProblem, Device, Quantised, QueryKind
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase
 from jaggedtensor.testing.launches import compiling_for
@@ -84,7 +84,7 @@ def compile_forward(device: Device, case: AttentionCase, **chosen: int) -> tuple
     k, v = keys.values().detach(), values.values().detach()
     quantised = None
     if chosen.pop("quantised", False):
-        quantised = forward.Quantised(torch.ones(q.shape[-2]), torch.ones(()), torch.ones(()), q.dtype)
+        quantised = Quantised(torch.ones(q.shape[-2]), torch.ones(()), torch.ones(()), q.dtype)
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
     problem = AttentionProblem.of(q, k, v, q_offsets, *_window(case.causal, case.window), False)
     problem = replace(problem, device=device)

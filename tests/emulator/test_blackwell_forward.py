@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
-from jaggedtensor import JaggedTensor
+from jaggedtensor import JaggedTensor, attend, attend_fp8, dequantize_fp8, quantize_fp8
 from jaggedtensor.kernels.blackwell.attention_fwd import launch
 from jaggedtensor.kernels.blackwell.plan import plan_forward
 from jaggedtensor.kernels.emulator import ORDERS, emulate
+from jaggedtensor.ops import fp8
 from jaggedtensor.ops.attention import _window
 from jaggedtensor.ops.reference import attend_reference
 from jaggedtensor.problem import UNLIMITED, AttentionArgs, AttentionProblem, Device
@@ -29,6 +30,7 @@ FAMILY = Path(__file__).parent / "families" / "blackwell_forward.py"
 family = load_module(str(FAMILY))
 Case, B, P, J = family.Case, family.B, family.P, family.J
 SEEDS = 3
+PER = ("head", "tensor", "head")
 ASKING = ["streams of two heads, groups of two", "wide, of a jagged query, causal", "tiles", "tiles, causal"]
 CASES = {
     "streams": Case((150, 0, 600, 1, 300, 129), processors=2),
@@ -50,6 +52,12 @@ CASES = {
     "tiles, scores past 2 ** 27": Case((300, 3), q_lengths=(140, 1), kind=J, spread=1e4, key_spread=5e3),
     "tiles, block mask, causal": Case((700, 129), q_lengths=(300, 2), kind=J, group=2, masked=True, right=0),
     "tiles, groups of three": Case((200, 1), q_lengths=(100, 2), kind=J, group=3, spread=5.0),
+    "streams in 8 bits, groups of three": Case(
+        (200, 0, 5), kv_heads=2, group=3, q_len=5, spread=3.0, dtype=torch.bfloat16, quantised=True
+    ),
+    "streams in 8 bits, scores past 2 ** 23": Case((300, 3), q_len=5, spread=1e4, key_spread=5e3, quantised=True),
+    "tiles in 8 bits, causal": Case((260, 0, 1), q_lengths=(150, 3, 1), kind=J, right=0, dim=128, quantised=True),
+    "wide in 8 bits": Case((200, 0, 1), q_len=70, dim=256, value_dim=256, spread=2.0, quantised=True),
 }
 
 
@@ -74,7 +82,7 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_values_are_right_under_every_order(case):
-    for order, seed in schedules(SEEDS):
+    for order, seed in schedules(1 if case.quantised else SEEDS):  # 8 bits change no order
         family.run(case, order, seed)
 
 
@@ -127,6 +135,7 @@ def drawn_cases(draw):
         processors=draw(st.integers(1, 4)),
         dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
         spread=draw(st.sampled_from([1.0, 5.0])),
+        quantised=dim % 16 == value_dim % 16 == 0 and draw(st.booleans()),
         masked=draw(st.booleans()),
     )
 
@@ -178,6 +187,66 @@ def test_the_launcher_fills_copies_and_turns_signs(name, monkeypatch):
         assert len(reports) == any(case.k_lengths) + name.startswith("cut")
         assert_within_budget(out, close[0], expected[0], "out")
         assert_within_budget(lse, close[1].float(), expected[1], "lse")
+
+
+@pytest.mark.parametrize(
+    ("k_lengths", "kind", "options"),
+    [
+        ((130, 0, 64), P, {"scale": -0.2, "q_length": 9, "heads": 4}),
+        ((30, 0, 64, 65), J, {"q_lengths": (200, 300, 5, 300), "causal": True}),
+        ((2200,), B, {}),
+    ],
+    ids=["a negative scale, groups of two", "causal, more queries than keys", "cut between CTAs"],
+)
+def test_attention_in_8_bits_launches_its_kernel(k_lengths, kind, options, monkeypatch):
+    """Through `attend_fp8`, as on a Blackwell GPU: within what rounding of the weights may do, and lse in fp32."""
+    case, scale = launched(k_lengths, kind, **{"scale": 0.1} | options)
+    inputs = [x.detach() for x in case.inputs()]
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_fp8(x, per) for x, per in zip(inputs, PER, strict=True))
+    wide = [dequantize_fp8(*x, torch.float64) for x in ((q8, q_scale), (k8, k_scale), (v8, v_scale))]
+    sizes = [wide[0], wide[1], wide[2].map_values(torch.abs)]
+    exact, exact_lse = attend(*wide, scale=scale, causal=case.causal, return_lse=True)
+    size = attend(*sizes, scale=scale, causal=case.causal)
+    processors = 6 if len(k_lengths) == 1 else 2
+    device = Device("cuda", (10, 0), processors, 227 << 10)
+    monkeypatch.setattr(fp8, "AttentionProblem", Placed(device))
+    reports = []
+
+    class Emulated:
+        def __init__(self, kernel, options):
+            self.kernel, self.options = kernel, options
+
+        def launch(self, programs, descriptors, args, aligned):
+            made = [make() for _, make in descriptors]
+            reports.append(emulate(self.kernel, (programs,), *made, *args, **self.options, target="sm100"))
+
+    monkeypatch.setattr(launch, "Variant", Emulated)
+    monkeypatch.setattr(launch, "_CALLS", {})
+    poison_free_memory(1 << 20, "cpu")
+    scales = (q_scale, k_scale, v_scale)
+    out, lse = attend_fp8(
+        q8, k8, v8, scales=scales, scale=scale, causal=case.causal, return_lse=True, backend="blackwell"
+    )
+    for report in reports:
+        report.raise_if_bad()
+    assert len(reports) == (2 if len(k_lengths) == 1 else 1)
+    out, exact, size = (x.values() if isinstance(x, JaggedTensor) else x for x in (out, exact, size))
+    assert out.dtype == torch.bfloat16
+    error = (out.double() - exact).abs()
+    rows = slice(0, sum(case.q_lengths)) if kind is J else slice(None)
+    assert (error <= size / 16 + 2e-2)[rows].all()
+    assert error[rows].norm() < 0.04 * exact[rows].norm()
+    torch.testing.assert_close(lse.double()[rows], exact_lse[rows], rtol=1e-5, atol=1e-3)
+
+
+class Placed:
+    """Problems as they would be on another device."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def of(self, *args):
+        return replace(AttentionProblem.of(*args), device=self.device)
 
 
 def test_a_few_mutants_are_found():

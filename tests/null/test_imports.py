@@ -26,7 +26,7 @@ LAYERS = [
     ["kernels.dispatch"],
     ["ops.segment", "ops.reductions", "ops.indexing", "ops.conversions", "ops.reference", "ops.contract"],
     ["tensor"],
-    ["torch_functions", "interop", "ops.attention"],
+    ["torch_functions", "interop", "ops.attention", "ops.fp8"],
     ["ops.plan", "schedules.plot"],
     ["nn", "data", "distributed", "explain"],
     ["testing"],

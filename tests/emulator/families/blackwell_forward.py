@@ -16,11 +16,11 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.block_masks import blocks_of, mask_of_sequence, visible_through
 from jaggedtensor.kernels.blackwell.attention_fwd import config as configuration
 from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel
-from jaggedtensor.kernels.blackwell.attention_fwd.launch import Quantised
+from jaggedtensor.kernels.blackwell.attention_fwd.launch import tables_of
 from jaggedtensor.kernels.blackwell.plan import lacks, plan_forward
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.shared.ragged import ragged
-from jaggedtensor.problem import UNLIMITED, AttentionArgs, AttentionProblem, Device, QueryKind
+from jaggedtensor.problem import UNLIMITED, AttentionArgs, AttentionProblem, Device, Quantised, QueryKind
 from jaggedtensor.testing.families import Family
 
 B, P, J = QueryKind.BROADCAST, QueryKind.PER_SEQUENCE, QueryKind.JAGGED
@@ -132,7 +132,7 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
             for x, s in ((q, q_scales), (k, k_scales), (v, v_scales))
         )
         by = Quantised(q_scales, k_scales, v_scales, case.dtype)
-        tables = by.tables(AttentionArgs(problem, q, k, v, None, offsets, scale, True, False, ()))
+        tables = tables_of(AttentionArgs(problem, q, k, v, None, offsets, scale, True, False, ()), by)
     mask = None
     if case.masked:
         longest = max(case.q_lengths, default=case.q_len), max(case.lengths)

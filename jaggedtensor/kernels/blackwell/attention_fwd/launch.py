@@ -15,7 +15,7 @@ from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel, 
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
 from jaggedtensor.kernels.shared.ragged import MOST_ROWS, device_of, ragged, takes
-from jaggedtensor.problem import AttentionArgs
+from jaggedtensor.problem import AttentionArgs, Quantised
 
 SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
 MANY = 512
@@ -35,20 +35,12 @@ class Call(NamedTuple):
 _CALLS: dict[Any, Call] = {}  # a model has a few
 
 
-class Quantised(NamedTuple):
-    """What elements of q, k and v in e4m3 are multiples of: fp32 [Hq], [Hkv] and [Hkv], or [] for all heads."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out_dtype: torch.dtype
-
-    def tables(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        """What raw scores of a head are in log2 units, [Hq], and the scales of values, [Hkv]."""
-        problem = args.problem
-        scores = self.q.expand(problem.q_heads).unflatten(0, (problem.kv_heads, problem.group))
-        units = (scores * self.k.expand(problem.kv_heads)[:, None]).flatten() * (abs(args.scale) * math.log2(math.e))
-        return units.clamp(min=SMALLEST_SCALE), self.v.expand(problem.kv_heads).contiguous()
+def tables_of(args: AttentionArgs, by: Quantised) -> tuple[Tensor, Tensor]:
+    """What raw scores of a head are in log2 units, [Hq], and the scales of values, [Hkv]."""
+    problem = args.problem
+    scores = by.q.expand(problem.q_heads).unflatten(0, (problem.kv_heads, problem.group))
+    units = (scores * by.k.expand(problem.kv_heads)[:, None]).flatten() * (abs(args.scale) * math.log2(math.e))
+    return units.clamp(min=SMALLEST_SCALE), by.v.expand(problem.kv_heads).contiguous()
 
 
 def forward(
@@ -79,7 +71,7 @@ def forward(
         rows = out if out.dim() == 3 else out.flatten(0, 1)
         places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
         places |= 0 if q_offsets is None else q_offsets.data_ptr()
-        tables = _NO_TABLES if quantised is None else quantised.tables(args)
+        tables = _NO_TABLES if quantised is None else tables_of(args, quantised)
         for table in tables:
             places |= 0 if table is None else table.data_ptr()
         key = (
