@@ -9,6 +9,22 @@ were rounded by.
 
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon
 
+# Of four values: themselves. It never happens that a sum of probabilities is negative, but ptxas cannot know.
+SETTLE: gl.constexpr = gl.constexpr(
+    """{
+    .reg .pred never;
+    .reg .f32 sum, other;
+    add.f32 sum, $4, $5;
+    add.f32 other, $6, $7;
+    add.f32 sum, sum, other;
+    setp.lt.f32 never, sum, 0f00000000;
+    @never pmevent 0;
+    mov.b32 $0, $4;
+    mov.b32 $1, $5;
+    mov.b32 $2, $6;
+    mov.b32 $3, $7;
+    }"""
+)
 STEEP: gl.constexpr = gl.constexpr(1 << 27)  # 2 ** (a rounding of it) is at most 2 ** 8, in the range of fp16
 
 
@@ -64,3 +80,16 @@ def next_block(rows, score, scale, BLIND: gl.constexpr):
     part: gl.constexpr = gl.SliceLayout(1, rows.norm.type.layout)
     kept = gl.expand_dims(gl.convert_layout(fade, part, assert_trivial=True), 1)
     return p, fade, Rows(peak, rows.norm * kept + sums_by_thread(p))
+
+
+@gluon.jit
+def settled(rows):
+    """The rows, and a place in the program at which all their probabilities have been computed.
+
+    ptxas moves the wait for a product up to where nothing depends on it yet, in front of exponentials that were to run
+    beside the product. It moves nothing past an instruction that has an effect, as one that needs all sums may have.
+    """
+    norm = gl.inline_asm_elementwise(
+        SETTLE, "=f,=f,=f,=f,f,f,f,f", [rows.norm], dtype=gl.float32, is_pure=False, pack=4
+    )
+    return Rows(rows.peak, norm)

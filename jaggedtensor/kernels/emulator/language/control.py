@@ -30,6 +30,7 @@ from jaggedtensor.kernels.emulator.language.values import (
     wrap,
 )
 from jaggedtensor.kernels.emulator.roles import Role, current, meet_twins, settle_inits
+from jaggedtensor.kernels.shared.softmax import SETTLE
 
 # Programs and loops -------------------------------------------------------------------------------------------------
 
@@ -426,6 +427,9 @@ ASSEMBLY: dict[str, Any] = {}  # text of the assembly without white space: funct
 def teach_assembly(asm: str, function) -> None:
     """Says what a piece of inline assembly does, as a function of its (emulated) arguments."""
     ASSEMBLY["".join(asm.split())] = function
+
+
+teach_assembly(SETTLE.value, lambda sums: sums)  # which the library's own kernels use
 
 
 @emulates("both.inline_asm_elementwise")

@@ -28,7 +28,7 @@ from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, sto
 from jaggedtensor.kernels.shared.merge import Parts, merge_parts, store_part, store_part_lse
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
-from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block, sums_by_thread
+from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block, settled, sums_by_thread
 from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, place_of, read_span, start_walk
 
 visible = gluon.jit(masks.visible.fn)
@@ -242,6 +242,7 @@ def step(work, query, view, place, channels, scale, C: gl.constexpr, MASK: gl.co
     if MASK:
         score = view.masked(score, place, C)
     p, fade, rows = next_block(work.rows, score, scale, C.windowed)
+    rows = settled(rows)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
     acc = acc * by_row(fade, acc)
@@ -275,6 +276,7 @@ def cross(work, query, view, channels, scale, C: gl.constexpr):
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
     p, rows = first_block(view.masked(score, view.tile.kv_end - 1, C), scale, C.windowed)
+    rows = settled(rows)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
     return acc, Work(rows, as_operand(p, work.p.dtype, acc), no_output(C), Ring(k_at, v_at))
