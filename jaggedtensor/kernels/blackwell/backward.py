@@ -94,21 +94,22 @@ def write_weights(part: gl.constexpr, scores, shifts, scale_log2, limits=None, r
 
 
 @gluon.jit
-def write_differences_of(p, dp, part: gl.constexpr, piece: gl.constexpr, scores, deltas):
-    """dS of a piece of P and dP."""
+def write_differences_of(p, dp, part: gl.constexpr, piece: gl.constexpr, scores, deltas, TENSOR: gl.constexpr):
+    """dS of a piece of P and dP, to shared memory and, if TENSOR, over dP."""
     delta = deltas.slice(piece * PIECE, PIECE).load(gl.SliceLayout(0, dp.type.layout))
     ds = rounded(mul2(p, sub2(dp, gl.expand_dims(delta, 0))), scores.ds.dtype)
-    target = scores.low(scores.dp, part).slice(piece * PIECE, PIECE)
-    target.store(gl.convert_layout(ds, target.get_reg_layout(), assert_trivial=True))
+    if TENSOR:
+        target = scores.low(scores.dp, part).slice(piece * PIECE, PIECE)
+        target.store(gl.convert_layout(ds, target.get_reg_layout(), assert_trivial=True))
     scores.ds.slice(part * HALF + piece * PIECE, PIECE, dim=1).store(ds)
 
 
 @gluon.jit
-def write_differences(part: gl.constexpr, scores, weights, deltas):
+def write_differences(part: gl.constexpr, scores, weights, deltas, TENSOR: gl.constexpr = True):
     """dS of a role's half of a block, published."""
     left, right = halves_of(scores.dp.slice(part * HALF, HALF).load())
-    write_differences_of(weights[0], left, part, 0, scores, deltas)
-    write_differences_of(weights[1], right, part, 1, scores, deltas)
+    write_differences_of(weights[0], left, part, 0, scores, deltas, TENSOR)
+    write_differences_of(weights[1], right, part, 1, scores, deltas, TENSOR)
     fence_async_shared()
     mbarrier.arrive(scores.differed, count=1)
 

@@ -36,7 +36,6 @@ class Config:
     v_stages: int
     block_n: int = KEYS
     statistics_stages: int = 2
-    early: int = 1  # slices of dQ that are staged before tensor memory is free, the others being in registers
     drain_registers: int = 96  # of a thread: what the others leave
     compute_registers: int = 160
     single_registers: int = 96  # of the roles of one warp
@@ -122,7 +121,6 @@ def select(problem: AttentionProblem) -> Config:
             grad_stages,
             k_stages,
             v_stages,
-            early=block_d // 64,  # with D = 128 three slices in registers are too many
         )
         if config.ordered:  # who waits for turns needs more, or it stores spilled numbers in its loop
             config = replace(config, drain_registers=120, compute_registers=152, single_registers=88)

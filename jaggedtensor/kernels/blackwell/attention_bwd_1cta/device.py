@@ -9,26 +9,25 @@ block n of a tile:
     load K, V      V, K of the next tile                               one warp, a ring each
     load Q, dO     Q(n+2)   dO(n+1)                                    one warp, a ring each
     statistics     lse, delta(n+2)                                     one warp
-    mma            S(n+1)   dK(n)  dQ(n)   dP(n+1)   dV(n+1)   S(n+2)  one warp
+    mma            S(n+1)   dQ(n)  dK(n)   dP(n+1)   dV(n+1)   S(n+2)  one warp
     compute 0, 1            P(n+1)                   dS(n+1)           four warps each: 64 query rows of every key
     drain                          dQ(n)                               four warps: slices of 32 columns, added by TMA
                                                      dV   ...   dK     at the end of a tile: halves of 64, by TMA
 
-Tensor memory, 512 columns of 128 lanes for D = Dv = 128. Each compute role has half of S and of dP, and puts its half
-of P and dS, in low precision, over the left of it, where only it reads. dQ takes the place of dP and dS unless there is
-room beside them (D = 64):
+Tensor memory, 512 columns of 128 lanes for D = Dv = 128. Each compute role has half of S, and puts its half of P, in low
+precision, over the left of it, where only it reads. dQ takes the place of dP unless there is room beside it (D = 64):
 
-    |  P S, 64  |  P S, 64  |  dQ dS dP, 64  |  dQ dS dP, 64  |  dV, Dv  |  dK, D  |  [dQ, D]  |  [dQ, D]  |
+    |  P S, 64  |  P S, 64  |  dQ dP, 128  |  dV, Dv  |  dK, D  |  [dQ, D]  |  [dQ, D]  |
 
 The barriers, and what orders the use of memory. Products of the one role that issues them run in order, and a commit
 tells of all before it:
 
     scored      S(n) is complete; so is dV(n-1), which has read P(n-1)
     weighted    both roles have read S(n) and written P(n)
-    graded      dP(n) is complete; so are dK(n-1) and dQ(n-1), which have read dS(n-1) in both memories
-    differed    both roles have read dP(n) and written dS(n), to tensor memory for dK and to shared memory for dQ
-    dq          full when dQ(n) is complete; empty when drain has all of it in registers or staged: with D = 128 dP(n+1)
-                waits for that, so drain stages one slice of 32 columns, takes the other three and only then adds
+    graded      dP(n) is complete; so are dQ(n-1) and dK(n-1), which have read dS(n-1)
+    differed    both roles have read dP(n) and written dS(n) to shared memory
+    dq          full when dQ(n) is complete; empty when drain has half of it staged and half in registers. With D = 128
+                dP(n+1) waits for that, so dQ(n) comes first, dK(n) runs meanwhile, and drain adds nothing before
     dv, dk      full after the last block of a tile, empty when drain has read them: the next tile's dV or dK waits
 
 With one slot for K (D = 128) the last dQ of a tile comes before the first S of the next; with two, the scores of the
@@ -229,23 +228,11 @@ class Step:
 
 
 @gluon.jit
-def issue_halves(low0, low1, factor, acc, use_acc):
-    """acc += [low0, low1] factor."""
-    tcgen05_mma(low0, factor.slice(0, HALF), acc, use_acc=use_acc, mbarriers=[])
-    tcgen05_mma(low1, factor.slice(HALF, HALF), acc, mbarriers=[])
-
-
-@gluon.jit
 def issue_late(step, last, channels, scores, sums, dq_at):
-    """What comes of dS of a block: dK, which sets Q free, and dQ; `last` of its tile, it sets K free. The place in the
-    ring of dQ after it."""
+    """What comes of dS of a block: dQ, for which drain waits, and dK, which sets Q free; `last` of its tile, they set K
+    free. The place in the ring of dQ after it."""
     q_slot, k_slot = channels.q.slot(step.q_at), channels.k.slot(step.k_at)
-    mbarrier.wait(sums.dk.empty.index(0), (step.tile & 1) ^ 1, pred=step.n == 0)
     mbarrier.wait(scores.differed, step.turn & 1)
-    low0, low1 = scores.low(scores.dp, 0), scores.low(scores.dp, 1)
-    issue_halves(low0, low1, q_slot.buffer, sums.dk.buffers, step.n > 0)
-    tcgen05_commit(q_slot.empty)
-    tcgen05_commit(sums.dk.full.index(0), pred=last)
     if not sums.dq.alone:
         mbarrier.wait(sums.dq.empty.index(dq_at.index), dq_at.phase ^ 1)
     tcgen05_mma(
@@ -256,6 +243,9 @@ def issue_late(step, last, channels, scores, sums, dq_at):
         mbarriers=[sums.dq.full.index(dq_at.index)],
     )
     tcgen05_commit(k_slot.empty, pred=last)
+    mbarrier.wait(sums.dk.empty.index(0), (step.tile & 1) ^ 1, pred=step.n == 0)
+    tcgen05_mma(scores.ds, q_slot.buffer, sums.dk.buffers, use_acc=step.n > 0, mbarriers=[q_slot.empty])
+    tcgen05_commit(sums.dk.full.index(0), pred=last)
     return dq_at.next()
 
 
@@ -298,8 +288,8 @@ def mma_role(schedule, channels, scores, sums, C: gl.constexpr):
                 mbarrier.wait(sums.dv.empty.index(0), (number & 1) ^ 1, pred=n == 0)
                 mbarrier.wait(scores.weighted, turn & 1)
                 low0, low1 = scores.low(scores.s, 0), scores.low(scores.s, 1)
-                issue_halves(low0, low1, grad_slot.buffer, sums.dv.buffers, n > 0)
-                tcgen05_commit(grad_slot.empty)
+                tcgen05_mma(low0, grad_slot.buffer.slice(0, HALF), sums.dv.buffers, use_acc=n > 0, mbarriers=[])
+                tcgen05_mma(low1, grad_slot.buffer.slice(HALF, HALF), sums.dv.buffers, mbarriers=[grad_slot.empty])
                 tcgen05_commit(sums.dv.full.index(0), pred=n + 1 == count)
                 turn += 1
             if not C.overlapped:
@@ -334,7 +324,8 @@ def compute_role(part: gl.constexpr, schedule, channel, scores, numbers, C: gl.c
                 mbarrier.wait(scores.scored, turn & 1)
                 weights = write_weights(part, scores, slot.buffer.slice(part * HALF, HALF), scale_log2, limits, row)
                 mbarrier.wait(scores.graded, turn & 1)
-                write_differences(part, scores, weights, channel.slot(at, 1).buffer.slice(part * HALF, HALF))
+                deltas = channel.slot(at, 1).buffer.slice(part * HALF, HALF)
+                write_differences(part, scores, weights, deltas, False)
                 slot.release()
                 at = after
                 turn += 1
@@ -374,52 +365,40 @@ def drain_sum(total, at, number, desc, key, results, scale):
 
 
 @gluon.jit
-def rest_of(buffer, first: gl.constexpr):
-    """The slices of dQ from `first` on, in registers."""
-    if buffer.shape[1] == 2 * SLICE:
-        return (buffer.slice(SLICE, SLICE).load(),)
-    else:
-        late = halves_of(buffer.slice(2 * SLICE, 2 * SLICE).load())
-        if first == 2:
-            return late
-        else:
-            return (buffer.slice(SLICE, SLICE).load(),) + late
-
-
-@gluon.jit
-def add_slice(results, place, buffer, i: gl.constexpr):
+def add_slice(results, place, at, i: gl.constexpr):
+    """A slice of dQ that is staged. The place in the ring of staging after it."""
     start, count, row, head = place
-    tma.async_atomic_add(results.dq, ragged_place(start, count, row, head, i * SLICE), buffer)
+    tma.async_atomic_add(results.dq, ragged_place(start, count, row, head, i * SLICE), results.staging.index(at.index))
+    return at.next()
 
 
 @gluon.jit
 def drain_query(dq, dq_at, at, where, results, turns, C: gl.constexpr):
-    """dQ of a block. `early` slices of it are staged, then all others are in registers and tensor memory is free; only
-    then it is added, which may have to wait for its turn. The place in the ring of staging after it."""
-    E: gl.constexpr = C.early
-    COUNT: gl.constexpr = C.block_d // SLICE
+    """dQ of a block: its last 64 columns wait in registers, those before them staged, so that tensor memory is free
+    before anything is added, which may have to wait for its turn. The place in the ring of staging after it."""
+    EARLY: gl.constexpr = C.block_d // SLICE - 2
     block, place = where
     buffer = dq.buffer(dq_at)
     mbarrier.wait(dq.full.index(dq_at.index), dq_at.phase)
+    if EARLY > 0:
+        early = halves_of(buffer.slice(0, 2 * SLICE).load())
+        if C.workers == 0:
+            tma.store_wait(0)
     if C.workers:  # what this CTA has added to the same place must be there, so that bits do not depend on the time
         tma.store_wait(0, read_only=False)
-    else:
-        tma.store_wait(2 - E)
-    now = at
-    for i in gl.static_range(E):
-        stage(results, now, buffer.slice(i * SLICE, SLICE).load())
-        now = now.next()
-    rest = rest_of(buffer, E)
+    if EARLY > 0:
+        stage(results, at, early[0])
+        stage(results, at.next(), early[1])
+    late = halves_of(buffer.slice(EARLY * SLICE, 2 * SLICE).load())
     mbarrier.arrive(dq.empty.index(dq_at.index), count=1)
     if C.ordered:
         turns.wait(block, C)
-    for i in gl.static_range(E):
-        add_slice(results, place, results.staging.index(at.index), i)
-        at = at.next()
-    for i in gl.static_range(E, COUNT):
+    for i in gl.static_range(EARLY):
+        at = add_slice(results, place, at, i)
+    for i in gl.static_range(2):
         tma.store_wait(1)
-        add_slice(results, place, stage(results, at, rest[i - E]), i)
-        at = at.next()
+        stage(results, at, late[i])
+        at = add_slice(results, place, at, EARLY + i)
     if C.ordered:
         turns.pass_on(block)
     return at
