@@ -14,8 +14,8 @@ block n of a tile:
     drain                          dQ(n)                               four warps: slices of 32 columns, added by TMA
                                                      dV   ...   dK     at the end of a tile: halves of 64, by TMA
 
-Tensor memory, 512 columns of 128 lanes for D = Dv = 128. Each compute role has half of S, and puts its half of P, in low
-precision, over the left of it, where only it reads. dQ takes the place of dP unless there is room beside it (D = 64):
+Tensor memory, 512 columns of 128 lanes for D = Dv = 128. Each compute role has half of S, and puts its half of P, in
+low precision, over the left of it, where only it reads. dQ takes the place of dP unless there is room for it (D = 64):
 
     |  P S, 64  |  P S, 64  |  dQ dP, 128  |  dV, Dv  |  dK, D  |  [dQ, D]  |  [dQ, D]  |
 
