@@ -120,7 +120,15 @@ def _key_type(largest: int) -> torch.dtype:
 def _contiguous(items: Tensor, places: int, workers: int) -> _Hands:
     place = torch.arange(places, device=items.device)
     ends = torch.arange(workers + 1, device=items.device) * items // workers
-    return _Hands(place, torch.searchsorted(ends[1:], place, right=True), ends)
+    return _Hands(place, owners(ends, place), ends)
+
+
+def owners(ends: Tensor, place: Tensor) -> Tensor:
+    """The worker w with `ends[w] <= place < ends[w + 1]`.
+
+    All ends are searched, since torch.compile cannot search a part of a tensor on a GPU (torch 2.11).
+    """
+    return torch.searchsorted(ends, place, right=True) - 1
 
 
 def _round_robin(items: Tensor, places: int, workers: int) -> _Hands:
@@ -128,7 +136,7 @@ def _round_robin(items: Tensor, places: int, workers: int) -> _Hands:
     worker = torch.arange(workers + 1, device=items.device)
     ends = worker * (items // workers) + torch.minimum(worker, items % workers)
     place = torch.arange(places, device=items.device)
-    owner = torch.searchsorted(ends[1:], place, right=True)
+    owner = owners(ends, place)
     turn = place - ends[owner]
     return _Hands((turn * workers + owner).clamp_(max=places - 1), owner, ends)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jaggedtensor.schedules.deal import Dealt
+from jaggedtensor.schedules.deal import Dealt, owners
 from jaggedtensor.schedules.types import Merge, ScheduleRequest, Tile, TileAxis
 from jaggedtensor.schedules.valid_tiles import Units
 
@@ -42,7 +42,7 @@ def stream_k(units: Units, request: ScheduleRequest) -> tuple[Dealt, Tensor]:
     capacity = stream_k_rows(units.capacity, request)
     tile = torch.arange(capacity + 1, device=total.device)
     surplus = tile >= total
-    worker = torch.searchsorted(offsets[1:], tile, right=True).clamp_(max=request.workers - 1)
+    worker = owners(offsets, tile).clamp_(max=request.workers - 1)
     place = tile + (cuts.place - offsets)[worker]  # in the line of all heads
     head = place // units.count.clamp(min=1)
     tiles = units.rows.index_select(0, (place - head * units.count).masked_fill_(surplus, units.capacity))
