@@ -169,8 +169,10 @@ class Flex(Contender):
         self._prepared: tuple[Callable[..., Any], Any] | None = None
 
     def bind(self, inputs: Inputs) -> Bound:
+        from torch._functorch import config
         from torch.nn.attention.flex_attention import flex_attention
 
+        config.donated_buffer = False  # else its backward writes over what a kept graph needs, and torch refuses
         if self._prepared is None:
             torch._dynamo.reset()  # past a few shapes of one function, torch would run it without compiling
             self._prepared = torch.compile(flex_attention, dynamic=False), document_mask(inputs)
