@@ -199,7 +199,7 @@ def test_each_configuration_alone(m, n, warps, stages, monkeypatch):
     """TUN-02, TUN-05, DET-04: whatever the blocks, warps and stages; memory is NaN, so nobody fills in for another."""
     from dataclasses import replace
 
-    from jaggedtensor.kernels.portable import tiling
+    from jaggedtensor.kernels.portable import tiling, variants
     from jaggedtensor.kernels.portable.attention_bwd import config as backward
     from jaggedtensor.kernels.portable.attention_bwd import launch as backward_launch
     from jaggedtensor.kernels.portable.attention_fwd import config as forward
@@ -211,7 +211,8 @@ def test_each_configuration_alone(m, n, warps, stages, monkeypatch):
         made = original(problem, blocks, bytes_of)
         return replace(made, block_m=m, block_n=n, num_warps=warps, num_stages=stages)
 
-    forget = (forward_launch._CALLS.clear, backward_launch.config_of.cache_clear)
+    # What is kept for a problem, whose blocks are otherwise always the same.
+    forget = (forward_launch._CALLS.clear, variants._COMPILED.clear, backward_launch.config_of.cache_clear)
     for config in (forward, backward):
         monkeypatch.setattr(config, "tiling_of", forced)
     for clear in forget:
