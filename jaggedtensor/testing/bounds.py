@@ -29,6 +29,7 @@ from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase, AttentionResult
 from jaggedtensor.testing.cases import offsets_of
 
+_PART = 128  # rows of a broadcast query after which kernels may round what they have of dK and dV
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 1e-35, torch.float32: 1e-35}  # what underflows, with room
 
 
@@ -50,9 +51,10 @@ def bounded_attention(
     left: int = -1,
     right: int = -1,
     mask: Tensor | None = None,
+    in_parts: bool = False,
 ) -> dict[str, Bounded]:
     """Of one sequence: q `[Lq, Hq, D]`, k `[Lk, Hkv, D]`, v `[Lk, Hkv, Dv]`, grad_out as out, grad_lse `[Lq, Hq]`,
-    mask a block mask of the sequence.
+    mask a block mask of the sequence. `in_parts`: dK and dV may be added up in their dtype, 128 rows after 128.
 
     Returns "out" `[Lq, Hq, Dv]`, "lse" `[Lq, Hq]`, "dq", "dk" and "dv". Gradients of rows that see nothing are ignored.
     """
@@ -99,6 +101,9 @@ def bounded_attention(
         dk_error = abs(scale) * (ds_error.transpose(1, 2) @ qh.abs()).sum(0)
         dv = (p.transpose(1, 2) @ do).sum(0)
         dv_error = (p_error.transpose(1, 2) @ do.abs()).sum(0)
+        if in_parts:
+            dk_error = dk_error + abs(scale) * u * _sums_of_parts(ds, qh)
+            dv_error = dv_error + u * _sums_of_parts(p, do)
         for name, value, error in (("dk", dk, dk_error), ("dv", dv, dv_error)):
             columns[name].append(Bounded(value[:, None], (error + u * value.abs() + least)[:, None]))
     joined = {
@@ -107,6 +112,21 @@ def bounded_attention(
     }
     joined["lse"] = Bounded(*(x.squeeze(2) for x in joined["lse"]))
     return joined
+
+
+def _sums_of_parts(weights: Tensor, rows: Tensor) -> Tensor:
+    """`[Lk, D]` of weights `[g, Lq, Lk]` and rows `[g, Lq, D]`: half the sum of what is rounded before the last sum.
+
+    That is each part of the packed rows but the first, and the sum after each.
+    """
+    weights, rows = (x.transpose(0, 1).flatten(0, 1) for x in (weights, rows))
+    total = torch.zeros(weights.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
+    rounded = torch.zeros_like(total)
+    for first in range(0, weights.shape[0], _PART):
+        part = weights[first : first + _PART].T @ rows[first : first + _PART]
+        rounded += total.abs() + (part.abs() if first else 0)
+        total += part
+    return rounded / 2
 
 
 @dataclass(frozen=True)
@@ -221,7 +241,7 @@ class Call:
             mask = None if block_mask is None else mask_of_sequence(block_mask, b)
             wanted = bounded_attention(
                 q[q_rows], k[rows], v[rows], self.grad_out[part], grad_lse, scale=scale, left=left, right=right,
-                mask=mask,
+                mask=mask, in_parts=broadcast,
             )  # fmt: skip
             found = {
                 "out": got.out[part],

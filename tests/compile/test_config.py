@@ -1,6 +1,7 @@
 """Blocks for problems: pure functions, which are asked for every shape on every kind of GPU."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,8 +50,11 @@ def test_every_problem_has_blocks_that_fit(device, dims):
             assert tiling.num_warps in (4, 8)
         if config.broadcast:
             assert problem.query is QueryKind.BROADCAST
-            assert config.broadcast.block_m >= problem.rows
-            assert config.broadcast.workers * 2 >= device.processors
+            parts = config.broadcast.q_blocks
+            assert parts == max(1, -(-problem.rows // config.broadcast.block_m))
+            assert parts <= backward.MOST_PARTS
+            assert parts == 1 or config.broadcast.block_m == 128
+            assert config.broadcast.workers * 2 >= device.processors  # for each part, one after the other
         elif problem.query is QueryKind.BROADCAST:
             assert config.queries.q_blocks * config.queries.block_m >= problem.rows
             assert config.queries.workers * config.queries.q_blocks * 2 >= device.processors
@@ -64,6 +68,31 @@ def test_a_short_query_is_not_padded_to_a_large_block(rows):
     smallest = max(16, 1 << (rows - 1).bit_length())
     assert forward.select(problem).block_m == smallest
     assert backward.select(problem).broadcast.block_m == smallest
+
+
+@pytest.mark.parametrize(
+    ("rows", "dims", "dtype", "device", "parts"),
+    [
+        (128, (128, 128), torch.bfloat16, "H200", 1),
+        (129, (128, 128), torch.bfloat16, "H200", 2),
+        (512, (128, 64), torch.float16, "H200", 4),
+        (513, (128, 128), torch.bfloat16, "H200", None),
+        (256, (256, 64), torch.bfloat16, "H200", None),
+        (256, (128, 128), torch.bfloat16, "B200", 2),
+        (256, (64, 64), torch.bfloat16, "A100", 2),
+        (256, (128, 128), torch.bfloat16, "A100", None),
+        (256, (64, 64), torch.float32, "H200", None),
+    ],
+    ids=str,
+)
+def test_a_longer_broadcast_query_comes_in_parts_that_fit_one_program(rows, dims, dtype, device, parts):
+    """Or else to the two kernels of other queries; under a block mask always."""
+    problem = AttentionProblem(QueryKind.BROADCAST, rows // 2, 2, 1, *dims, dtype, DEVICES[device])
+    if rows % 2:
+        problem = replace(problem, q_len=rows, q_heads=1)
+    config = backward.select(problem)
+    assert (config.broadcast and config.broadcast.q_blocks) == parts
+    assert backward.select(replace(problem, masked=True)).broadcast is None
 
 
 def test_tf32_is_used_where_torch_allows_it_and_nowhere_else():

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from jaggedtensor.problem import QueryKind
 from jaggedtensor.testing import AttentionCase
 from jaggedtensor.testing.bounds import check_attention
+from jaggedtensor.testing.guards import guarded_allocations
+from jaggedtensor.testing.launches import recorded_launches
 
 LENGTHS = [0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 130]
 KINDS = list(QueryKind)
@@ -160,6 +162,30 @@ def test_broadcast_query_whatever_the_number_of_workers(length, processors, gpu)
         case = AttentionCase(k_lengths, q_length=length, heads=2, kv_heads=2, dim=16, value_dim=16)
         with gpu(processors):
             check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"q_length": 300}, {"q_length": 100, "heads": 3, "window": (40, 100)}, {"q_length": 129, "causal": True}],
+    ids=str,
+)
+def test_a_long_broadcast_query_in_parts(options, dtype, gpu):
+    """Of 128 packed rows, the last one shorter: each adds its share of dK and dV to what those before have left."""
+    settings = dict(heads=1, kv_heads=1, dim=16, value_dim=8, k_slack=3, dtype=dtype)
+    case = AttentionCase((70, 0, 1, 130), **settings | options)
+    with gpu(3), recorded_launches() as launches, guarded_allocations():
+        check(case)
+    parts = [launch.args for launch in launches if launch.name == "broadcast_kernel"]
+    assert [args[13] for args in parts] == list(range(-(-case.q_length * case.heads // 128)))
+    assert len({args[8][0].data_ptr() for args in parts}) == 1  # tiles of one schedule
+
+
+def test_a_query_of_too_many_rows_for_parts():
+    """It comes to the kernels of other queries, dQ in shares."""
+    with recorded_launches() as launches:
+        check(AttentionCase((20, 0, 3), q_length=520, heads=1, kv_heads=1, dim=16, value_dim=16))
+    assert [launch.name for launch in launches[-2:]] == ["keys_kernel", "queries_kernel"]
 
 
 @kinds

@@ -28,8 +28,9 @@ def plan(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Schedules for forward and, if `train`, for backward, as the launchers read them.
 
-    Forward: tiles. Backward: tiles and worker offsets for the broadcast kernel; or tiles for keys, then tiles for
-    queries, with worker offsets if the query is a broadcast one. With a mask, each has its list of blocks after it.
+    Forward: tiles. Backward: tiles and worker offsets for the broadcast kernel, the same for all parts of the query; or
+    tiles for keys, then tiles for queries, with worker offsets if the query is a broadcast one. With a mask, each has
+    its list of blocks after it.
     """
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
 
@@ -56,8 +57,7 @@ def plan(
         """The longest first, whoever is free: one program for each tile."""
         return tensors(schedule(ScheduleKind.DYNAMIC, axis, tiling, problem.kv_heads))
 
-    def shares(tiling: Tiling) -> list[Tensor]:
-        lines = problem.kv_heads * tiling.q_blocks
+    def shares(tiling: Tiling, lines: int) -> list[Tensor]:
         # A mask lets the q blocks of a sequence see different keys: then tiles tell which of them they are of.
         axis = TileAxis.KEY if block_mask is None else TileAxis.QUERY
         return tensors(schedule(ScheduleKind.STREAM_K, axis, tiling, lines, lines * tiling.workers))
@@ -67,12 +67,12 @@ def plan(
         return forward, []
     config = backward_config.select(problem)
     if config.broadcast is not None:
-        return forward, shares(config.broadcast)
+        return forward, shares(config.broadcast, problem.kv_heads)
     assert config.keys is not None
     assert config.queries is not None
     backward = dynamic(TileAxis.KEY, config.keys)
     if problem.query is QueryKind.BROADCAST:
-        return forward, [*backward, *shares(config.queries)]
+        return forward, [*backward, *shares(config.queries, problem.kv_heads * config.queries.q_blocks)]
     return forward, [*backward, *dynamic(TileAxis.QUERY, config.queries)]
 
 

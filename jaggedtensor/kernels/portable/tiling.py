@@ -32,6 +32,7 @@ class Tiling:
     precision: str = "ieee"
     widen: bool = False  # interpreted bf16
     aligned: bool = False  # every row begins at a multiple of 16 bytes, where Triton cannot tell from the strides
+    reduces: bool = False  # memory adds 16 bytes at a time, of any dtype
     workers: int = 1  # programs that share a broadcast query's gradient, for each line of the schedule
     q_blocks: int = 1  # lines for each head: blocks of a broadcast query
     shared_memory: int = 0  # bytes that a block is estimated to take

@@ -34,13 +34,19 @@ def outputs(args: AttentionArgs, dtype: torch.dtype | None = None) -> tuple[Tens
 
 @triton.jit(do_not_specialize=["out_size", "lse_size"])
 def fill_kernel(out, lse, k_offsets, out_size, lse_size, BLOCK: tl.constexpr):
-    """out = 0 and lse = -inf for every query of the sequences without keys; both `[B, ...]` and contiguous."""
-    sequence = tl.program_id(0)
+    """A program for each sequence."""
+    fill_if_empty(out, lse, k_offsets, tl.program_id(0), out_size, lse_size, BLOCK)
+
+
+@triton.jit
+def fill_if_empty(out, lse, k_offsets, sequence, out_size, lse_size, BLOCK: tl.constexpr):
+    """out = 0 and lse = -inf for every query of a sequence without keys; both `[B, ...]` and contiguous."""
     if tl.load(k_offsets + sequence) == tl.load(k_offsets + sequence + 1):
+        number = tl.full((), 1, tl.int64) * sequence
         at = tl.arange(0, BLOCK)
         for begin in range(0, out_size, BLOCK):
-            place = out + sequence.to(tl.int64) * out_size + begin + at
+            place = out + number * out_size + begin + at
             tl.store(place, tl.zeros([BLOCK], out.dtype.element_ty), mask=begin + at < out_size)
         for begin in range(0, lse_size, BLOCK):
-            place = lse + sequence.to(tl.int64) * lse_size + begin + at
+            place = lse + number * lse_size + begin + at
             tl.store(place, tl.full([BLOCK], float("-inf"), tl.float32), mask=begin + at < lse_size)

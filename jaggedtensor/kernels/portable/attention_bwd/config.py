@@ -10,10 +10,13 @@ import torch
 from jaggedtensor.kernels.portable.tiling import Tiling, block_of, single_side, tiling_of, widest
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
+MOST_PARTS = 4  # of a broadcast query: with more, dK and dV are read and written again too often
+
 
 @dataclass(frozen=True)
 class Config:
-    """Either `broadcast` (dK, dV and dQ in one pass), or `keys` (dK, dV) and `queries` (dQ)."""
+    """Either `broadcast` (dK, dV and dQ in one pass for each of its `q_blocks` parts of the query), or `keys` (dK, dV)
+    and `queries` (dQ)."""
 
     keys: Tiling | None = None
     queries: Tiling | None = None
@@ -35,12 +38,13 @@ def select(problem: AttentionProblem) -> Config:
         """P and dS, and barriers."""
         return 2 * size * t.block_m * t.block_n + 2048
 
-    # dQ of all rows of the query must fit into the registers of one program, beside Q and dO before Hopper.
+    # dQ of all rows of a part must fit into the registers of one program, beside Q and dO before Hopper.
     fitting = 32 * 64 if single else 128 * 128 if hopper or tensor_memory else 128 * 64
+    m, residents = block_of(rows, 128), 1
+    parts = max(1, -(-rows // m))
     # Blocks of keys that no query sees are not met: a mask takes the other two kernels, which read lists.
-    of_one_pass = shared and not problem.masked
-    if of_one_pass and rows * wide <= fitting and rows <= 128 and not (single and wide > 128):
-        m, residents = block_of(rows, 128), 1
+    of_one_pass = shared and not problem.masked and not (single and wide > 128)
+    if of_one_pass and min(rows, m) * wide <= fitting and parts <= MOST_PARTS:
         if single:
             blocks = Tiling(m, 32 if wide <= 64 else 16, num_warps=8 if m > 16 else 4, num_stages=1)
         elif wide > 128:
@@ -50,16 +54,19 @@ def select(problem: AttentionProblem) -> Config:
         elif hopper or m * wide < 64 * 128:
             blocks, residents = Tiling(m, 64, num_warps=4, num_stages=3 if m == 128 else 2), 2
         else:
-            blocks = Tiling(m, 64, num_warps=8, num_stages=2)
+            blocks = Tiling(m, 64 if tensor_memory or m < 128 else 32, num_warps=8, num_stages=2)
 
         def of_broadcast(t: Tiling) -> int:
             """Q and dO, a ring of K and V, P and dS on their way from rows to keys; in tensor memory's way, K again."""
-            again = size * t.block_n * t.block_d if tensor_memory else 0
-            return operands(t, t.block_m) + t.num_stages * operands(t, t.block_n) + scores(t) + again
+            ring = t.num_stages + (tensor_memory and t.num_stages > 1)
+            again = t.num_stages * size * t.block_n * t.block_d if tensor_memory else 0
+            return operands(t, t.block_m) + ring * operands(t, t.block_n) + scores(t) + again
 
         tiling = tiling_of(problem, blocks, of_broadcast)
-        if tiling.block_m >= rows:
-            return Config(broadcast=replace(tiling, workers=_workers(problem, problem.kv_heads, residents)))
+        if tiling.block_m == m:
+            workers = _workers(problem, problem.kv_heads, residents)
+            reduces = problem.device.arch[0] >= 9 and not tiling.widen  # the interpreter cannot add bf16
+            return Config(broadcast=replace(tiling, q_blocks=parts, workers=workers, reduces=reduces))
 
     if single:
         blocks = Tiling(block_of(rows, side), side, num_warps=8 if wide > 32 else 4, num_stages=1)

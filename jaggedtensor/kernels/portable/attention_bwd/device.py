@@ -9,6 +9,8 @@
     broadcast_kernel  stays on the one query of the batch, walks the keys of all sequences; each block of keys is met
                       once, so its dK and dV are finished on the way            -> dK, dV and a share of dQ
 
+A longer broadcast query is served in parts, a launch for each: the first stores dK and dV, the others add to them.
+
 Shares of a broadcast query's dQ are stored one per worker and summed in the order of workers: same bits every time.
 
 A row that sees no key has lse = -inf; loading it as +inf makes its probabilities 0. Keys past the end of a sequence are
@@ -149,6 +151,8 @@ def walk_queries(
 ):  # fmt: skip
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
+    # Turned outside of the loop: in it, Triton 3.9 keeps both in registers and writes them to shared memory every time.
+    k_turned, v_turned = k_tile.T, v_tile.T
     first = block_at(listed, begin, end)
     lse, delta = load_statistics(source[2], source[3], query_rows(first, head, source[3].count, C))
     for n in range(begin, end):
@@ -159,7 +163,7 @@ def walk_queries(
         do_tile = load_rows(
             query_places(source[1], source[3], rows, C.aligned), rows.inside, C.value_dim, C.block_dv, True
         )
-        score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
+        score = product(q_tile, k_turned, tl.zeros([M, N], tl.float32), C)
         # Asked for a turn ahead: these loads feed no product, so Triton does not pipeline them by itself.
         next_rows = query_rows(block_at(listed, n + 1, end), head, source[3].count, C)
         next_lse, next_delta = load_statistics(source[2], source[3], next_rows)
@@ -167,7 +171,7 @@ def walk_queries(
         if MASK:
             p = tl.where(visible(rows.i[:, None], edge[0][None, :], edge[1], edge[2], C), p, 0.0)
         dv_tile = product(p.to(do_tile.dtype).T, do_tile, dv_tile, C)
-        dp = product(do_tile, v_tile.T, tl.zeros([M, N], tl.float32), C)
+        dp = product(do_tile, v_turned, tl.zeros([M, N], tl.float32), C)
         ds = p * (dp - delta[:, None])
         dk_tile = product(ds.to(q_tile.dtype).T, q_tile, dk_tile, C)
         lse, delta = next_lse, next_delta
@@ -275,7 +279,7 @@ def add_keys(
     return dq_tile
 
 
-@triton.jit(do_not_specialize=["q_len"])
+@triton.jit(do_not_specialize=["q_len", "part"])
 def broadcast_kernel(
     q,
     k,
@@ -284,13 +288,15 @@ def broadcast_kernel(
     statistics,
     dk,
     dv,
-    dq,  # shares, fp32 [workers, M, D]
+    dq,  # shares, fp32 [lines * workers, M, D]: a line is a pair (head, part)
     schedule,  # (tiles, worker_offsets): equal ranges of the kv blocks of one head, over all sequences
     k_offsets,
     q_len,
     scales,
     window,
+    part,  # which M rows of the query
     C: tl.constexpr,
+    ADD: tl.constexpr,  # to dK and dV, where earlier parts have left theirs
 ):
     """dK, dV and a share of dQ; the query and dQ stay on chip for the life of the program."""
     M: tl.constexpr = C.block_m
@@ -299,7 +305,7 @@ def broadcast_kernel(
     DV: tl.constexpr = C.block_dv
     worker = tl.program_id(0)
     head = worker // C.workers
-    rows = query_rows(0, head, q_len, C)
+    rows = query_rows(part, head, q_len, C)
     q_tile = load_rows(
         query_places(q, Sequence(worker * 0, 0, q_len), rows, C.aligned), rows.inside, C.head_dim, C.block_d, True
     )
@@ -324,17 +330,40 @@ def broadcast_kernel(
             if q_tile.dtype == tl.float16:  # else -delta of a key past the end may overflow, and inf * 0 is NaN
                 p = tl.where(here[None, :], p, 0.0)
             if dv is not None:
+                dv_places = key_places(dv, keys, head, j, C.aligned)
                 dv_tile = product(p.to(do_tile.dtype).T, do_tile, tl.zeros([N, DV], tl.float32), C)
-                store_rows(key_places(dv, keys, head, j, C.aligned), dv_tile, here, C.value_dim, C.block_dv)
+                if ADD:
+                    add_rows(dv_places, dv_tile, here, C.value_dim, C.block_dv, C)
+                else:
+                    store_rows(dv_places, dv_tile, here, C.value_dim, C.block_dv)
             dp = product(do_tile, v_tile.T, tl.zeros([M, N], tl.float32), C)
             ds = (p * (dp - delta[:, None])).to(q_tile.dtype)
             if dk is not None:
-                dk_tile = product(ds.T, q_tile, tl.zeros([N, D], tl.float32), C)
-                store_rows(key_places(dk, keys, head, j, C.aligned), dk_tile * scales[1], here, C.head_dim, C.block_d)
+                dk_places = key_places(dk, keys, head, j, C.aligned)
+                dk_tile = product(ds.T, q_tile, tl.zeros([N, D], tl.float32), C) * scales[1]
+                if ADD:
+                    add_rows(dk_places, dk_tile, here, C.head_dim, C.block_d, C)
+                else:
+                    store_rows(dk_places, dk_tile, here, C.head_dim, C.block_d)
             if dq is not None:
                 dq_tile = product(ds, k_tile, dq_tile, C)
     if dq is not None:
-        store_share(dq, worker, dq_tile * scales[1], C)
+        line = head * C.q_blocks + part
+        store_share(dq, line * C.workers + worker % C.workers, dq_tile * scales[1], C)
+
+
+@triton.jit
+def add_rows(places, block, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Adds [rows, BLOCK] to what is stored, in its dtype.
+
+    As nobody else writes there, memory may do it when it likes: to load would cost registers and a wait.
+    """
+    column = tl.arange(0, BLOCK)
+    if C.reduces:
+        mask = inside[:, None] & (column < WIDTH)[None, :]
+        tl.atomic_add(places[:, None] + column[None, :], block.to(places.dtype.element_ty), mask=mask, sem="relaxed")
+    else:
+        store_rows(places, block + load_rows(places, inside, WIDTH, BLOCK, True), inside, WIDTH, BLOCK)
 
 
 @triton.jit

@@ -65,10 +65,11 @@ def backward(
         if tiling is not None:
             tiles, worker_offsets = args.schedule
             shares = _new_shares(k, tiling, problem) if needs[0] else None
-            if tiles.shape[0] and q_len:
+            # In one stream: a part adds to what the one before has stored, in this order every time.
+            for part in range(tiling.q_blocks if tiles.shape[0] and q_len else 0):
                 broadcast_kernel[(problem.kv_heads * tiling.workers,)](
                     *common, *key_grads, _of_shares(shares), (tiles, worker_offsets), args.k_offsets, q_len, scales,
-                    window, tiling, **tiling.options,
+                    window, part, tiling, part > 0, **tiling.options,
                 )  # fmt: skip
             return _sum_of_shares(shares, tiles, args, tiling), dk, dv
 

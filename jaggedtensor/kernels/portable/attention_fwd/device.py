@@ -10,6 +10,7 @@ edges of what is visible pay for a mask:
 import triton
 import triton.language as tl
 
+from jaggedtensor.kernels.shared.fill import fill_if_empty
 from jaggedtensor.kernels.shared.masks import blocks_seen_by_all, visible
 from jaggedtensor.kernels.shared.rows import (
     key_places,
@@ -24,7 +25,7 @@ from jaggedtensor.kernels.shared.rows import (
 from jaggedtensor.kernels.shared.tiles import block_at, load_tile
 
 
-@triton.jit(do_not_specialize=["q_len"])
+@triton.jit(do_not_specialize=["q_len", "blind"])
 def forward_kernel(
     q,  # operand of [Lq, Hq, D], [B, Lq, Hq, D] or [rows, Hq, D]
     k,  # operand of [rows, Hkv, D]
@@ -36,10 +37,13 @@ def forward_kernel(
     q_len,  # Lq where there are no q_offsets
     scale_log2,  # |scale| * log2(e)
     window,  # (left, right)
+    blind,  # how many sequences may be empty, whose results no tile is for; 0 if they are filled already
     C: tl.constexpr,  # attention_fwd.config.Config
 ):
     M: tl.constexpr = C.block_m
     DV: tl.constexpr = C.block_dv
+    for sequence in range(tl.program_id(0), blind, tl.num_programs(0)):
+        fill_if_empty(out.pointer, lse.pointer, offsets[1], sequence, out.batch, lse.batch, 1024)
     tile = load_tile(schedule[0], tl.program_id(0))
     if tile.sequence < 0:  # a surplus entry of the schedule: leave before any address is formed
         return
@@ -130,17 +134,3 @@ def attend(
         acc = product(p.to(v_tile.dtype), v_tile, acc * fade[:, None], C)
         peak = higher
     return peak, norm, acc
-
-
-@triton.jit(do_not_specialize=["out_size", "lse_size"])
-def fill_kernel(out, lse, k_offsets, out_size, lse_size, BLOCK: tl.constexpr):
-    """out = 0 and lse = -inf for every query of the sequences without keys; both `[B, ...]` and contiguous."""
-    sequence = tl.program_id(0)
-    if tl.load(k_offsets + sequence) == tl.load(k_offsets + sequence + 1):
-        at = tl.arange(0, BLOCK)
-        for begin in range(0, out_size, BLOCK):
-            place = out + sequence.to(tl.int64) * out_size + begin + at
-            tl.store(place, tl.zeros([BLOCK], out.dtype.element_ty), mask=begin + at < out_size)
-        for begin in range(0, lse_size, BLOCK):
-            place = lse + sequence.to(tl.int64) * lse_size + begin + at
-            tl.store(place, tl.full([BLOCK], float("-inf"), tl.float32), mask=begin + at < lse_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jaggedtensor.kernels.portable.attention_fwd.config import select
-from jaggedtensor.kernels.portable.attention_fwd.device import fill_kernel, forward_kernel
+from jaggedtensor.kernels.portable.attention_fwd.device import forward_kernel
 from jaggedtensor.kernels.portable.operands import (
     are_aligned,
     columns_together,
@@ -21,10 +21,11 @@ from jaggedtensor.kernels.portable.operands import (
 )
 from jaggedtensor.kernels.portable.tiling import Tiling
 from jaggedtensor.kernels.portable.variants import Place, launch
+from jaggedtensor.kernels.shared.fill import SMALL, fill_kernel
 from jaggedtensor.kernels.shared.rows import Operand
 from jaggedtensor.problem import AttentionArgs
 
-SMALL = 1 << 22  # elements that are filled in less time than a launch takes
+FEW = 1 << 16  # elements of a sequence that one program fills on the way
 MANY = 512
 
 
@@ -46,7 +47,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     tiles, listed = args.schedule if problem.masked else (args.schedule[0], None)
     q, k, v = columns_together(args.q), columns_together(args.k), columns_together(args.v)
     with device_of(args):
-        out, lse = _new_results(args)
+        out, lse, blind = _new_results(args, tiles.shape[0])
         if out.numel() == 0 or tiles.shape[0] == 0:
             return out, lse
         pointers = q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -73,6 +74,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
                 problem.q_len or 0,
                 call.scale_log2,
                 (problem.left, problem.right),
+                blind,
                 call.tiling,
             )
 
@@ -91,18 +93,22 @@ def _prepare(
     return Call(tiling, abs(args.scale) * math.log2(math.e), tuple(x[1:] for x in operands), key)
 
 
-def _new_results(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Filled where some rows see nothing. Without windows only empty sequences do: these are filled by a kernel where
-    writing all rows twice would cost more than a launch."""
+def _new_results(args: AttentionArgs, tiles: int) -> tuple[Tensor, Tensor, int]:
+    """Filled where some rows see nothing. Without windows only empty sequences do: small results of theirs are left to
+    the forward kernel, large ones to one of its own, as writing all rows twice would cost more than its launch.
+
+    Returns:
+        out, lse, and how many sequences the forward kernel has to look after.
+    """
     q, out_shape, lse_shape = args.q, args.out_shape, args.lse_shape
-    few_blind = args.q_offsets is None and not args.problem.windowed and not args.problem.masked
-    by_kernel = few_blind and not args.complete and math.prod(out_shape) > SMALL
-    if not by_kernel and not (few_blind and args.complete):
-        return q.new_zeros(out_shape), q.new_full(lse_shape, -math.inf, dtype=torch.float32)
+    some_tiles = args.q_offsets is None and not args.problem.windowed and not args.problem.masked and tiles > 0
+    size = math.prod(out_shape)
+    by_forward = size <= SMALL and size <= FEW * args.batch_size
+    if not some_tiles or not (args.complete or by_forward or size > SMALL):
+        return q.new_zeros(out_shape), q.new_full(lse_shape, -math.inf, dtype=torch.float32), 0
     out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
-    if by_kernel:
-        sizes = (out[0].numel(), lse[0].numel())
-        fill_kernel[(args.batch_size,)](
-            out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4, enable_fp_fusion=True
-        )
-    return out, lse
+    if args.complete or by_forward:
+        return out, lse, 0 if args.complete else args.batch_size
+    sizes = (out[0].numel(), lse[0].numel())
+    fill_kernel[(args.batch_size,)](out, lse, args.k_offsets, *sizes, BLOCK=1024, num_warps=4, enable_fp_fusion=True)
+    return out, lse, 0
