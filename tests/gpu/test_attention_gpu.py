@@ -10,6 +10,7 @@ from torch import nn
 from jaggedtensor import JaggedLayout, JaggedTensor
 from jaggedtensor.problem import QueryKind
 from jaggedtensor.testing import AttentionCase, assert_attention_within_budget, make_jagged
+from jaggedtensor.testing.bounds import Call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -38,6 +39,26 @@ def _poisoned_memory():
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "heads", "dims", "options"),
+    [
+        (256, (2, 2), (128, 128), {}),
+        (150, (6, 2), (64, 64), {"causal": True}),  # 450 packed rows
+        (129, (2, 2), (72, 104), {"window": (200, 5)}),
+        (512, (1, 1), (128, 64), {"scale": -0.2}),
+    ],
+    ids=["two", "four of grouped heads", "one row in the second", "four"],
+)
+def test_a_long_broadcast_query_in_parts(rows, heads, dims, options, dtype):
+    """Each adds its share of dK and dV to what those before have left: in one order, so the same bits."""
+    call = Call.random((700, 0, 1, 64, 65, 2000, 0), rows, heads=heads, dims=dims, dtype=dtype, slack=5, **options)
+    first = call.run(BACKEND)
+    call.check(first)
+    for mine, theirs in zip(call.run(BACKEND), first, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
