@@ -5,7 +5,7 @@ import torch
 from jaggedtensor.kernels.emulator import barriers, checks
 from jaggedtensor.kernels.emulator.language.values import Tensor, torch_dtype
 from jaggedtensor.kernels.emulator.memory import GlobalDescriptor, View, nbytes
-from jaggedtensor.kernels.emulator.roles import Operation, Role
+from jaggedtensor.kernels.emulator.roles import Cta, Operation, Role
 
 
 class TmaLoad(Operation):
@@ -199,24 +199,21 @@ class Commit(Operation):
 
 
 class RemoteStore(Operation):
-    """st.async: stores into shared memory of the cluster, and tells a barrier there how many bytes came.
+    """st.async: stores into shared memory of a CTA of the cluster, and tells a barrier there how many bytes came.
 
-    `pieces` are (CTA, view, data, barrier).
+    What goes to several CTAs is an operation for each: a barrier that tells of one tells nothing of the others.
     """
 
-    def __init__(self, role: Role, pieces):
-        size = sum(nbytes(view.shape, view.dtype) for _, view, _, _ in pieces)
-        super().__init__(role, "st.async", nbytes=size, shape=tuple(pieces[0][1].shape))
-        self.pieces = pieces
+    def __init__(self, role: Role, cta: Cta, view: View, data: torch.Tensor, barrier: tuple):
+        super().__init__(role, "st.async", nbytes=nbytes(view.shape, view.dtype), shape=tuple(view.shape))
         self.asynchronous = False  # its stores need a fence before tensor cores read them
-        self.steps = len(pieces)
-        self.targets_of = [(cta.shared, view) for cta, view, _, _ in pieces]
+        self.target, self.view, self.data, self.barrier = cta, view, data, barrier
+        self.targets_of = [(cta.shared, view)]
 
     def effect(self, step: int) -> None:
-        cta, view, data, (owner, address, name) = self.pieces[step]
-        checks.store(self, view, cta.shared, data)
-        size = nbytes(view.shape, view.dtype)
-        barriers.deliver(self, owner.barriers.get(address), name, size, None, self.event.number)
+        owner, address, name = self.barrier
+        checks.store(self, self.view, self.target.shared, self.data)
+        barriers.deliver(self, owner.barriers.get(address), name, self.event.nbytes, None, self.event.number)
 
 
 class TryCancel(Operation):

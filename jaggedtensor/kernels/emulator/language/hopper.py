@@ -227,7 +227,6 @@ def async_store(dst, value, mbarrier):
     if list(value.shape) != list(dst.shape) or value.dtype != dst.dtype:
         check_value(role, value, dst)
     mine = split_slices(value.shape, value.part or (), role.cta.rank)
-    pieces = []
     for cta in role.cluster.ctas:
         theirs = split_slices(dst.shape, dst.bases, cta.rank)
         common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, theirs, strict=True))
@@ -237,8 +236,8 @@ def async_store(dst, value, mbarrier):
         for dim, (part, whole) in enumerate(zip(common, theirs, strict=True)):
             view = view.sliced(dim, part.start - whole.start, part.stop - part.start)
         owner, address, _ = barrier_at(mbarrier, cta.rank)
-        pieces.append((cta, view, value.data[common].clone(), (owner, address, mbarrier.label)))
-    RemoteStore(role, pieces).event.name = dst.label
+        operation = RemoteStore(role, cta, view, value.data[common].clone(), (owner, address, mbarrier.label))
+        operation.event.name = dst.label
 
 
 # wgmma --------------------------------------------------------------------------------------------------------------
