@@ -225,7 +225,7 @@ MUTATED = (
     (Case((500, 1, 140, 0, 3), kind=P, q_len=2, processors=1, spread=5.0, dtype=torch.bfloat16, backwards=True), {}),
     (Case((260, 1, 390, 0, 130), q_lengths=(5, 140, 130, 3, 257), kind=J, processors=1, spread=5.0), {"kv_stages": 3}),
     (Case((130, 300, 1), q_lengths=(5, 130, 130), kind=J, processors=1, backwards=True), {}),
-    (Case((130, 300, 129), q_len=130, processors=1), {}),
+    (Case((130, 260), q_len=130, kv_heads=3), {}),  # a CTA that keeps its query, then changes it
     (Case((512, 256, 3, 130), q_lengths=(512, 256, 5, 140), kind=J, right=0, processors=1), {"kv_stages": 3}),
     (Case((64, 1, 0, 300, 200), kv_heads=2, q_len=3, dim=256, processors=1, spread=5.0), {"kv_stages": 3}),
     (Case((65, 1, 140, 200), kind=P, q_len=3, value_dim=136, processors=1, backwards=True), {}),
