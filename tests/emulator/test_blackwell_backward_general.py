@@ -14,8 +14,12 @@ pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
 from jaggedtensor import JaggedLayout
+from jaggedtensor.kernels.blackwell.attention_bwd_1cta import launch
 from jaggedtensor.kernels.blackwell.plan import plan_general_backward
-from jaggedtensor.kernels.emulator import ORDERS
+from jaggedtensor.kernels.emulator import ORDERS, emulate
+from jaggedtensor.kernels.shared import gradients
+from jaggedtensor.problem import AttentionArgs
+from jaggedtensor.testing.guards import poison_free_memory
 from jaggedtensor.testing.mutants import load_module
 
 FAMILY = Path(__file__).parent / "families" / "blackwell_backward_general.py"
@@ -123,3 +127,59 @@ def drawn_cases(draw):
 @given(case=drawn_cases(), order=st.sampled_from(ORDERS), seed=st.integers(0, 100))
 def test_any_batch(case, order, seed):
     family.run(case, order, seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((130, 0, 1, 70), (20, 3, 0, 140), kv_heads=2, group=2, value_dim=40, deterministic=True),
+        Case((130, 0, 1, 70), (20, 3, 0, 140), kv_heads=2, group=2, kept=0.6, right=0),
+        Case((130, 0, 1, 70), q_len=70, query=B, kv_heads=2, group=2, left=50),
+        Case((130, 0, 1, 70), q_len=9, query=P, dim=80),
+        Case((0, 0), q_len=9, query=P),
+    ],
+    ids=["jagged, in turns", "jagged, a mask", "broadcast", "per sequence", "no key at all"],
+)
+def test_the_launcher_copies_fills_and_sums(case, monkeypatch):
+    """For operands as users have them: columns apart, and rows past the last sequence."""
+    reports = []
+
+    def emulated(kernel, programs, key, descriptors, args, options):
+        made = [make() for _, make in descriptors]
+        together = programs if case.deterministic else 1
+        more = dict(target="sm100", order="late", seed=1, together=together)
+        reports.append(emulate(kernel, (programs,), *made, *args, **options, **more))
+
+    def cleared(x, offsets):
+        x[offsets[-1] :] = 0
+        return x
+
+    def delta_of(out, grad_out, grad_lse):
+        return ((out.float() * grad_out.float()).sum(-1).transpose(1, 2) - grad_lse).contiguous()
+
+    monkeypatch.setattr(launch, "launch", emulated)
+    monkeypatch.setattr(launch, "delta_of", delta_of)
+    monkeypatch.setattr(gradients, "clear_slack", cleared)
+    x = family.inputs_of(case)
+    q, k = x.q, x.k.transpose(1, 2).contiguous().transpose(1, 2)
+    apart = torch.full((*x.v.shape, 2), float("nan"), dtype=case.dtype)
+    apart[..., 0] = x.v
+    v, problem = apart[..., 0], case.problem
+    q_offsets = None if x.q_layout is None else x.q_layout.offsets()
+    schedule = plan_general_backward(problem, x.k_layout, x.q_layout, k.shape[0], q.shape[0], x.mask)
+    args = AttentionArgs(
+        problem, q, k, v, q_offsets, x.k_layout.offsets(), x.scale, True, False, schedule, block_mask=x.mask
+    )
+    poison_free_memory(1 << 20, "cpu")
+    results = args, x.grad_out, x.grad_lse, x.out.to(case.dtype), x.lse
+    got = launch.backward(*results, (True, True, True))
+    for report in reports:
+        report.raise_if_bad()
+    for name, y, right in zip(("dq", "dk", "dv"), got, x.wanted, strict=True):
+        assert y.dtype == case.dtype, name
+        y, slack = (y, y[:0]) if name == "dq" and case.query is not J else (y[: len(right)], y[len(right) :])
+        error = (y.double() - right).norm()
+        assert error <= 3e-3 * right.norm(), f"{name}: {error}"
+        assert (slack == 0).all(), name
+    if case.query is P:
+        assert [y is None for y in launch.backward(*results, (True, False, True))] == [False, True, False]
