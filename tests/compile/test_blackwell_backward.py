@@ -14,6 +14,7 @@ from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 if sys.platform != "linux" or triton_version() < GLUON_NEEDS:
     pytest.skip("needs a Triton with Gluon for Blackwell", allow_module_level=True)
 
+from jaggedtensor.kernels.blackwell.attention_bwd_1cta import config as general
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.plan import backward_family, backward_lacks, plan_backward
 from jaggedtensor.testing.launches import GPUS
@@ -52,6 +53,27 @@ def test_backward_compiles_within_its_budgets(arch, name, compile_within_rules):
     d, dv = config.block_d // 16, config.block_dv // 16
     assert mma.counts["UTCHMMA"] == d + dv + 8 + 8 * (config.block_d + config.block_dv) // broadcast.HALF
     assert drain.counts["UTMASTG"] == (config.block_d + config.block_dv) // broadcast.HALF
+
+
+GENERAL = [
+    ("sm_100", "jagged 64"),
+    ("sm_100", "jagged 128, the same bits"),
+    ("sm_103", "broadcast 128, 256 rows"),
+    ("sm_100", "jagged 64, window, groups of 4"),
+]
+
+
+@pytest.mark.parametrize(("arch", "name"), GENERAL)
+def test_backward_that_keeps_keys_on_a_cta_compiles_within_its_budgets(arch, name, compile_within_rules):
+    (kernel,) = compile_within_rules(name, arch, "backward")
+    assert kernel.family.endswith("attention_bwd_1cta")
+    config, roles = kernel.config, kernel.roles
+    assert kernel.tensor_columns == 512 >= config.tensor_columns
+    compute, (mma,), drain = (roles[f"{name}_role"].loops for name in ("compute", "mma", "drain"))
+    assert [loop.counts["MUFU"] for loop in compute] == [general.HALF] * 2
+    d, dv = config.block_d // 16, config.block_dv // 16  # S and dP; of 128 inner elements: dQ, dK, dV
+    assert mma.counts["UTCHMMA"] == d + dv + 3 * 8
+    assert drain[0].counts["UTMAREDG"] == config.block_d // general.SLICE
 
 
 def test_a_problem_beyond_the_budgets_is_refused_by_name():
