@@ -70,6 +70,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
         1.3,
         2,
     ),
+    (_PAIR, "compute_role", "window"): Reason("a mask, which blocks that every row sees pass over", 1.35, 6),
     (_GENERAL, "drain_role"): Reason(
         f"dV leaves within the loop, in a branch that a tile takes once; turns are waited for; {_CONSTANTS}", 2.8, 9
     ),
