@@ -45,7 +45,7 @@ class Config:
         keys = KEYS * (2 * self.block_d + self.block_dv) // 2
         queries = ROWS * (self.block_d + self.block_dv)
         elements = keys + queries + KEYS * ROWS // 2 + 2 * KEYS * PIECE // 2
-        barriers = 2 * 7 + 5 + 2 * 3 + 2 * 2
+        barriers = 2 * 7 + 5 + 2 * 3 - 1 + 2 * 2
         return 2 * elements + 4 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property

@@ -31,7 +31,7 @@ pair" is the lead's: all arrive there, and the lead alone waits:
     differed    of the pair: both have written dS(n) over dP(n), and what was exchanged has been seen. The role that
                 issues products passes this on for its CTA, with the fence before tensor cores may read it
     sums        dQ, dV, dK: full when complete; empty, of the pair, when reduce has them in registers. dP(n+1) waits for
-                dQ(n) to leave, the first dV and dK of a tile for those of the tile before
+                dQ(n) to leave, and so for dV if a tile ends; the first dK of a tile waits for that of the tile before
 
 dQ is added to global memory in no order: who asks for the same bits every time is served by other kernels. TMA reads
 zeros past the end of a sequence and writes nothing there, so that a CTA may have keys of nobody: they have a P of at
@@ -53,6 +53,7 @@ from jaggedtensor.kernels.shared.dsl import (
     mul2,
     reinterpret,
     sub2,
+    tcgen05_commit,
     tcgen05_mma,
     tensor_memory_descriptor,
     tma,
@@ -84,9 +85,9 @@ class Cell:
         tma.async_load(descriptor, place, self.full, self.buffer.index(0))
 
     @gluon.jit
-    def filled(self, turn, pred=True):
-        """The buffer, filled for the time `turn`, which is waited for if `pred`."""
-        mbarrier.wait(self.full, turn & 1, pred=pred)
+    def filled(self, turn):
+        """The buffer, filled for the time `turn`."""
+        mbarrier.wait(self.full, turn & 1)
         return matrix(self.buffer.index(opaque_zero(turn)), self.split)
 
 
@@ -142,7 +143,7 @@ class Sum:
 
     acc: tensor_memory_descriptor
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor  # of the pair
+    empty: gl.shared_memory_descriptor | gl.constexpr  # of the pair; None for dV, which leaves before dQ does
 
 
 @aggregate
@@ -254,25 +255,14 @@ def issue_late(block, cells, scores, sums):
     fence_async_shared()
     mbarrier.arrive(scores.differed, count=1)  # for what this CTA was sent
     mbarrier.wait(scores.differed, block.turn & 1)
-    k_columns = cells.k_columns.filled(block.number, block.first)
-    tcgen05_mma(
-        ds.permute((1, 0)),
-        k_columns,
-        sums.dq.acc,
-        use_acc=False,
-        mbarriers=[sums.dq.full, cells.k_columns.empty],
-        mbarrier_preds=[True, block.last],
-    )
+    k_columns = cells.k_columns.filled(block.number)
+    tcgen05_mma(ds.permute((1, 0)), k_columns, sums.dq.acc, use_acc=False, mbarriers=[sums.dq.full])
+    tcgen05_commit(cells.k_columns.empty, pred=block.last)
     q_columns = cells.q_columns.filled(block.turn)
-    mbarrier.wait(sums.dk.empty, (block.number & 1) ^ 1, pred=block.first)
-    tcgen05_mma(
-        scores.low(scores.dp),
-        q_columns,
-        sums.dk.acc,
-        use_acc=block.first == 0,
-        mbarriers=[cells.q_columns.empty, sums.dk.full],
-        mbarrier_preds=[True, block.last],
-    )
+    mbarrier.wait(sums.dk.empty, (block.number & 1) ^ 1)
+    dk, q_empty = sums.dk.acc, cells.q_columns.empty
+    tcgen05_mma(scores.low(scores.dp), q_columns, dk, use_acc=block.first == 0, mbarriers=[q_empty])
+    tcgen05_commit(sums.dk.full, pred=block.last)
 
 
 @gluon.jit
@@ -284,39 +274,23 @@ def mma_role(schedule, cells, scores, sums, C: gl.constexpr):
         count = walk.tile.q_end - walk.tile.q_begin
         for n in range(count):
             block = Block(gl.to_tensor(turn), t - begin, n == 0, n + 1 == count)
-            k_rows, q_rows = cells.k_rows.filled(block.number, block.first), cells.q_rows.filled(turn)
-            tcgen05_mma(
-                k_rows,
-                q_rows.permute((1, 0)),
-                scores.s,
-                use_acc=False,
-                mbarriers=[scores.scored, cells.q_rows.empty, cells.k_rows.empty],
-                mbarrier_preds=[True, True, block.last],
-            )
+            k_rows, q_rows = cells.k_rows.filled(block.number), cells.q_rows.filled(turn)
+            both = [scores.scored, cells.q_rows.empty]
+            tcgen05_mma(k_rows, q_rows.permute((1, 0)), scores.s, use_acc=False, mbarriers=both)
+            tcgen05_commit(cells.k_rows.empty, pred=block.last)
             if turn > 0:
                 issue_late(late, cells, scores, sums)
             late = block
-            v_rows, grad_rows = cells.v_rows.filled(block.number, block.first), cells.grad_rows.filled(turn)
+            v_rows, grad_rows = cells.v_rows.filled(block.number), cells.grad_rows.filled(turn)
             mbarrier.wait(sums.dq.empty, (turn & 1) ^ 1)
-            tcgen05_mma(
-                v_rows,
-                grad_rows.permute((1, 0)),
-                scores.dp,
-                use_acc=False,
-                mbarriers=[scores.graded, cells.grad_rows.empty, cells.v_rows.empty],
-                mbarrier_preds=[True, True, block.last],
-            )
+            both = [scores.graded, cells.grad_rows.empty]
+            tcgen05_mma(v_rows, grad_rows.permute((1, 0)), scores.dp, use_acc=False, mbarriers=both)
+            tcgen05_commit(cells.v_rows.empty, pred=block.last)
             grad_columns = cells.grad_columns.filled(turn)
-            mbarrier.wait(sums.dv.empty, (block.number & 1) ^ 1, pred=block.first)
             mbarrier.wait(scores.weighted, turn & 1)
-            tcgen05_mma(
-                scores.low(scores.s),
-                grad_columns,
-                sums.dv.acc,
-                use_acc=block.first == 0,
-                mbarriers=[cells.grad_columns.empty, sums.dv.full],
-                mbarrier_preds=[True, block.last],
-            )
+            dv, grad_empty = sums.dv.acc, cells.grad_columns.empty
+            tcgen05_mma(scores.low(scores.s), grad_columns, dv, use_acc=block.first == 0, mbarriers=[grad_empty])
+            tcgen05_commit(sums.dv.full, pred=block.last)
             turn += 1
         walk = walk.next(t)
     if begin < end:
@@ -419,7 +393,7 @@ def store_keys(out, number, desc, walk, staging, scale):
     mbarrier.wait(out.full, number & 1)
     for i in gl.static_range(PIECES):
         x = out.acc.slice(i * PIECE, PIECE).load()
-        if i + 1 == PIECES:
+        if i + 1 == PIECES and out.empty is not None:
             mbarrier.arrive(out.empty, count=1)
         buffer = buffers.index(i % 2)
         tma.store_wait(1)
@@ -533,7 +507,9 @@ def pair_kernel(
     dq_layout: gl.constexpr = TensorMemoryLayout([ROWS // 2, C.block_d], 1, BY_ROWS, True)
     halves = reinterpret(scores.dp, gl.float32, [2, ROWS, C.block_d], dq_layout)
     sums = Sums(
-        make_sum(halves.index(1)), make_sum(make_accumulator(C.block_dv)), make_sum(make_accumulator(C.block_d))
+        make_sum(halves.index(1)),
+        Sum(make_accumulator(C.block_dv), new_barrier(1), None),
+        make_sum(make_accumulator(C.block_d)),
     )
     staging = gl.allocate_shared_memory(gl.float32, [4] + dq.block_shape, dq.layout)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
