@@ -10,15 +10,15 @@ arming `full` for the next round before its own reader has seen this one: it doe
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jaggedtensor.testing.families import Bad, Case, Family, Operands
+from jaggedtensor.testing.mechanisms import starts_of, tiled
 
 ROWS, COLS = 16, 32  # of a CTA
 
@@ -98,7 +98,6 @@ def kernel(own_desc, shared_desc, out_desc, starts, tiles, STAGES: gl.constexpr)
 
 def case(trips: list[int], stages: int, programs: int = 1) -> Case:
     """Tiles of so many blocks each, by clusters of two CTAs."""
-    starts = list(accumulate(trips, initial=0))
     blocks = max(1, sum(trips))
 
     def operands(device: str) -> Operands:
@@ -107,21 +106,13 @@ def case(trips: list[int], stages: int, programs: int = 1) -> Case:
         shared = torch.randint(-4, 5, (blocks * ROWS, COLS), generator=random).float()
         out = torch.full((len(trips) * 2 * ROWS, COLS), float("nan"), device=device)
         expected = torch.zeros(len(trips), 2 * ROWS, COLS)
-        for tile, (first, end) in enumerate(pairwise(starts)):
+        for tile, (first, end) in enumerate(pairwise(starts_of(trips).tolist())):
             for block in range(first, end):
                 sums = shared.view(-1, ROWS, COLS)[block].sum(0)
                 expected[tile] = 2 * expected[tile] + own.view(-1, 2 * ROWS, COLS)[block] + sums
-
-        def descriptor(x: torch.Tensor, rows: int, split: list[list[int]]) -> TensorDescriptor:
-            layout = gl.NVMMASharedLayout.get_default_for([rows, COLS], gl.float32, cga_layout=split)
-            return TensorDescriptor.from_tensor(x.to(device), [rows, COLS], layout)
-
-        descriptors = (
-            descriptor(own, 2 * ROWS, [[1, 0]]),
-            descriptor(shared, ROWS, [[0, 0]]),
-            descriptor(out, 2 * ROWS, [[1, 0]]),
-        )
-        args = (*descriptors, torch.tensor(starts, dtype=torch.int32, device=device), len(trips))
+        blocks_of_each = ((own, 2 * ROWS, [[1, 0]]), (shared, ROWS, [[0, 0]]), (out, 2 * ROWS, [[1, 0]]))
+        descriptors = (tiled(x, rows, device, split=split) for x, rows, split in blocks_of_each)
+        args = (*descriptors, starts_of(trips, device), len(trips))
         return Operands(args, {"out": (out, expected.view_as(out))})
 
     name = f"trips {trips}, {stages} stages, {programs} programs"

@@ -9,8 +9,6 @@ So the product of the next tile runs while this one is read. A tile without step
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
     tma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jaggedtensor.testing.families import Bad, Case, Family, Operands
+from jaggedtensor.testing.mechanisms import starts_of, sums_of_tiles, tiled
 
 M, N, K = 128, 32, 32
 ACCUMULATORS = gl.constexpr(2)
@@ -123,24 +121,16 @@ def kernel(a_desc, b_desc, out, starts, tiles, STAGES: gl.constexpr):
 
 def case(trips: list[int], stages: int, programs: int = 1) -> Case:
     """Tiles of so many blocks each."""
-    starts = list(accumulate(trips, initial=0))
     blocks = max(1, sum(trips))
 
     def operands(device: str) -> Operands:
         random = torch.Generator().manual_seed(0)
         a = torch.randint(-2, 3, (blocks * M, K), generator=random).bfloat16()
         b = torch.randint(-2, 3, (blocks * N, K), generator=random).bfloat16()
-        products = a.float().view(blocks, M, K) @ b.float().view(blocks, N, K).mT
-        expected = torch.stack([products[first:end].sum(0) for first, end in pairwise(starts)])
+        expected = sums_of_tiles(a.float().view(blocks, M, K) @ b.float().view(blocks, N, K).mT, trips)
         out = torch.full((len(trips) * M, N), float("nan"), device=device)
-        a_layout = gl.NVMMASharedLayout.get_default_for([M, K], gl.bfloat16)
-        b_layout = gl.NVMMASharedLayout.get_default_for([N, K], gl.bfloat16)
-        a_desc = TensorDescriptor.from_tensor(a.to(device), [M, K], a_layout)
-        b_desc = TensorDescriptor.from_tensor(b.to(device), [N, K], b_layout)
-        return Operands(
-            (a_desc, b_desc, out, torch.tensor(starts, dtype=torch.int32, device=device), len(trips)),
-            {"out": (out, expected.view_as(out))},
-        )
+        args = (tiled(a, M, device), tiled(b, N, device), out, starts_of(trips, device), len(trips))
+        return Operands(args, {"out": (out, expected.view_as(out))})
 
     name = f"trips {trips}, {stages} stages, {programs} programs"
     return Case(name, kernel, (programs,), operands, {"STAGES": stages}, target="sm100")

@@ -10,8 +10,6 @@ A, and only then.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
     tma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jaggedtensor.testing.families import Bad, Case, Family, Operands
+from jaggedtensor.testing.mechanisms import starts_of, sums_of_tiles, tiled
 
 M, N, K = 128, 32, 32
 
@@ -135,19 +133,15 @@ def kernel(x, b_desc, out, starts, tiles, K: gl.constexpr, A_STAGES: gl.constexp
 
 def case(trips: list[int], stages: tuple[int, int], programs: int = 1) -> Case:
     """Tiles of so many blocks each, with `stages` slots for A in tensor memory and for B in shared memory."""
-    starts = list(accumulate(trips, initial=0))
     blocks = max(1, sum(trips))
 
     def operands(device: str) -> Operands:
         random = torch.Generator().manual_seed(0)
         x = torch.randint(-2, 3, (blocks * M, K), generator=random).float()
         b = torch.randint(-2, 3, (blocks * N, K), generator=random).bfloat16()
-        products = 2 * x.view(blocks, M, K) @ b.float().view(blocks, N, K).mT
-        expected = torch.stack([products[first:end].sum(0) for first, end in pairwise(starts)])
+        expected = sums_of_tiles(2 * x.view(blocks, M, K) @ b.float().view(blocks, N, K).mT, trips)
         out = torch.full((len(trips) * M, N), float("nan"), device=device)
-        layout = gl.NVMMASharedLayout.get_default_for([N, K], gl.bfloat16)
-        desc = TensorDescriptor.from_tensor(b.to(device), [N, K], layout)
-        args = (x.to(device), desc, out, torch.tensor(starts, dtype=torch.int32, device=device), len(trips))
+        args = (x.to(device), tiled(b, N, device), out, starts_of(trips, device), len(trips))
         return Operands(args, {"out": (out, expected.view_as(out))})
 
     constexprs = {"K": K, "A_STAGES": stages[0], "STAGES": stages[1]}

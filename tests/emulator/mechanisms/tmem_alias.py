@@ -15,9 +15,6 @@ that S has been read.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -28,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
     tma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jaggedtensor.kernels.shared.dsl import reinterpret
 from jaggedtensor.testing.families import Bad, Case, Family, Operands
+from jaggedtensor.testing.mechanisms import attention_operands
 
 ROWS, KEYS, DIM = 128, 64, 32
 
@@ -179,26 +176,9 @@ def kernel(q_desc, k_desc, v_desc, out, scale, starts, tiles, STAGES: gl.constex
 
 def case(trips: list[int], stages: int, programs: int = 1) -> Case:
     """Tiles whose keys are so many blocks each."""
-    starts = list(accumulate(trips, initial=0))
-    blocks, scale = max(1, sum(trips)), 0.5
 
     def operands(device: str) -> Operands:
-        random = torch.Generator().manual_seed(0)
-        q = torch.randint(-1, 2, (len(trips) * ROWS, DIM), generator=random).bfloat16()
-        k, v = torch.randint(-1, 2, (2, blocks * KEYS, DIM), generator=random).bfloat16()
-        expected = torch.zeros(len(trips), ROWS, DIM)
-        for tile, (first, end) in enumerate(pairwise(starts)):
-            keys = slice(first * KEYS, end * KEYS)
-            expected[tile] = scale * (q.float().view(-1, ROWS, DIM)[tile] @ k[keys].float().T) @ v[keys].float()
-        out = torch.full((len(trips) * ROWS, DIM), float("nan"), device=device)
-
-        def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-            layout = gl.NVMMASharedLayout.get_default_for([rows, DIM], gl.bfloat16)
-            return TensorDescriptor.from_tensor(x.to(device), [rows, DIM], layout)
-
-        descriptors = descriptor(q, ROWS), descriptor(k, KEYS), descriptor(v, KEYS)
-        args = (*descriptors, out, scale, torch.tensor(starts, dtype=torch.int32, device=device), len(trips))
-        return Operands(args, {"out": (out, expected.view_as(out))})
+        return attention_operands(trips, ROWS, KEYS, DIM, device)
 
     name = f"trips {trips}, {stages} stages, {programs} programs"
     return Case(name, kernel, (programs,), operands, {"STAGES": stages}, target="sm100")

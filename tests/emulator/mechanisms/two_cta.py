@@ -12,8 +12,6 @@ arrive on the lead's. `empty` and `ready` are each CTA's own, and products arriv
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma_barrier_count,
     tma,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jaggedtensor.testing.families import Bad, Case, Family, Operands
+from jaggedtensor.testing.mechanisms import starts_of, sums_of_tiles, tiled
 
 M, N, K = 256, 32, 32  # of one pair
 
@@ -133,7 +131,6 @@ def kernel(a_desc, b_desc, out_desc, starts, tiles, ACC: gl.constexpr, STAGES: g
 
 def case(trips: list[int], stages: int, ctas: int, programs: int = 1) -> Case:
     """Tiles of so many blocks each, by clusters of 2 or 4 CTAs."""
-    starts = list(accumulate(trips, initial=0))
     blocks, columns = max(1, sum(trips)), N * ctas // 2
     pairs = ctas == 4
     a_split = [[1, 0], [0, 0]] if pairs else [[1, 0]]
@@ -144,19 +141,11 @@ def case(trips: list[int], stages: int, ctas: int, programs: int = 1) -> Case:
         random = torch.Generator().manual_seed(0)
         a = torch.randint(-2, 3, (blocks * M, K), generator=random).bfloat16()
         b = torch.randint(-2, 3, (blocks * columns, K), generator=random).bfloat16()
-        products = a.float().view(blocks, M, K) @ b.float().view(blocks, columns, K).mT
-        expected = torch.stack([products[first:end].sum(0) for first, end in pairwise(starts)])
+        expected = sums_of_tiles(a.float().view(blocks, M, K) @ b.float().view(blocks, columns, K).mT, trips)
         out = torch.full((len(trips) * M, columns), float("nan"), device=device)
-
-        def descriptor(x: torch.Tensor, rows: int, split: list[list[int]]) -> TensorDescriptor:
-            block = [rows, x.shape[1]]
-            dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
-            layout = gl.NVMMASharedLayout.get_default_for(block, dtype, cga_layout=split)
-            return TensorDescriptor.from_tensor(x.to(device), block, layout)
-
-        descriptors = descriptor(a, M, a_split), descriptor(b, columns, b_split), descriptor(out, M, out_split)
-        args = (*descriptors, torch.tensor(starts, dtype=torch.int32, device=device), len(trips))
-        return Operands(args, {"out": (out, expected.view_as(out))})
+        blocks_of_each = ((a, M, a_split), (b, columns, b_split), (out, M, out_split))
+        descriptors = (tiled(x, rows, device, split=split) for x, rows, split in blocks_of_each)
+        return Operands((*descriptors, starts_of(trips, device), len(trips)), {"out": (out, expected.view_as(out))})
 
     acc = TensorMemoryLayout((M // 2, N), col_stride=1, cga_layout=out_split, two_ctas=True)
     return Case(

@@ -9,15 +9,13 @@ step weighted by nothing: every block of A and B is different.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jaggedtensor.testing.families import Bad, Case, Family, Operands
+from jaggedtensor.testing.mechanisms import starts_of, sums_of_tiles, tiled
 
 M, N, K = 64, 32, 32
 
@@ -111,24 +109,16 @@ def kernel(a_desc, b_desc, out, starts, tiles, A_STAGES: gl.constexpr, B_STAGES:
 
 def case(trips: list[int], stages: tuple[int, int], programs: int = 1) -> Case:
     """Tiles of so many blocks each, with rings of `stages` slots for A and for B."""
-    starts = list(accumulate(trips, initial=0))
     blocks = max(1, sum(trips))
 
     def operands(device: str) -> Operands:
         random = torch.Generator().manual_seed(0)
         a = torch.randint(-2, 3, (blocks * M, K), generator=random).bfloat16()
         b = torch.randint(-2, 3, (blocks * K, 2 * N), generator=random).bfloat16()
-        products = a.float().view(blocks, M, K) @ b.float().view(blocks, K, 2 * N)
-        expected = torch.stack([products[first:end].sum(0) for first, end in pairwise(starts)])
+        expected = sums_of_tiles(a.float().view(blocks, M, K) @ b.float().view(blocks, K, 2 * N), trips)
         out = torch.full((len(trips) * M, 2 * N), float("nan"), device=device)
-        a_layout = gl.NVMMASharedLayout.get_default_for([M, K], gl.bfloat16)
-        b_layout = gl.NVMMASharedLayout.get_default_for([K, N], gl.bfloat16)
-        a_desc = TensorDescriptor.from_tensor(a.to(device), [M, K], a_layout)
-        b_desc = TensorDescriptor.from_tensor(b.to(device), [K, N], b_layout)
-        return Operands(
-            (a_desc, b_desc, out, torch.tensor(starts, dtype=torch.int32, device=device), len(trips)),
-            {"out": (out, expected.view_as(out))},
-        )
+        args = (tiled(a, M, device), tiled(b, K, device, N), out, starts_of(trips, device), len(trips))
+        return Operands(args, {"out": (out, expected.view_as(out))})
 
     constexprs = dict(zip(("A_STAGES", "B_STAGES"), stages, strict=True))
     return Case(f"trips {trips}, stages {stages}, {programs} programs", kernel, (programs,), operands, constexprs)
