@@ -68,7 +68,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_PAIR, "mma_role"): Reason(
         f"each operand has one buffer, whose release is a commit of its own; 2688 cycles to issue in; {_CONSTANTS}",
         1.3,
-        2,
+        3,
     ),
     (_PAIR, "compute_role", "window"): Reason("a mask, which blocks that every row sees pass over", 1.35, 6),
     (_GENERAL, "drain_role"): Reason(
@@ -82,9 +82,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_GENERAL, "statistics_role"): Reason(_CONSTANTS, loads=2),
     ("hopper/attention_bwd", "consume_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd", "consume_role", "window"): Reason(
-        "masks take registers that scores need",
-        loads=40,
-        stores=10,
+        "masks take registers that scores need", loads=40, stores=10
     ),
     ("hopper/attention_bwd", "keys_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd_broadcast", "store_role"): Reason(_CONSTANTS, loads=1),
