@@ -10,7 +10,7 @@ import torch
 from jaggedtensor.kernels.portable.tiling import Tiling, block_of, single_side, tiling_of, widest
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
-MOST_PARTS = 4  # of a broadcast query: with more, dK and dV are read and written again too often
+MOST_PARTS = 4  # of a broadcast query: measured up to here, where what is read and written again is half hidden
 
 
 @dataclass(frozen=True)
