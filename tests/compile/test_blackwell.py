@@ -33,6 +33,11 @@ COMPILED = [
     ("sm_100", "jagged 128, tiles asked for"),
     ("sm_100", "broadcast 256, tiles asked for"),
     ("sm_100", "broadcast 128, cut tiles"),
+    ("sm_100", "broadcast 128, e4m3"),
+    ("sm_100", "jagged 128, e4m3"),
+    ("sm_103", "jagged 128, e4m3"),
+    ("sm_100", "jagged 64, window, groups of 4, e4m3"),
+    ("sm_100", "broadcast 256, e4m3"),
 ]
 
 
@@ -50,8 +55,9 @@ def test_forward_compiles_within_its_budgets(arch, name, compile_within_rules):
     assert len(roles["load"].loops) == len(roles["output"].loops) == 1
     # And one for tiles of one lane, one for the blocks that lane 0 does not see.
     assert len(roles["mma"].loops) == 1 + (config.q_parts == 2) + config.skips
-    # Two blocks of scores and two of sums, 16 columns of the left operand for each.
-    assert roles["mma"].counts["UTCHMMA"] == 2 * (config.block_d + config.block_n) // 16
+    # Two blocks of scores and two of sums, 32 bytes of the left operand's rows for each.
+    product = "UTCHMMA" if config.itemsize == 2 else "UTCQMMA"
+    assert roles["mma"].counts[product] == 2 * (config.block_d + config.block_n) * config.itemsize // 32
 
 
 def test_a_short_query_is_not_padded_to_two_tiles():

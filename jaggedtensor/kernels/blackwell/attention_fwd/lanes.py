@@ -30,10 +30,10 @@ class Lane:
 
     @gluon.jit
     def weights(self, dtype: gl.constexpr):
-        """P [128, N], over the left half of S."""
-        WIDE: gl.constexpr = 2 * self.s.shape[1]
+        """P [128, N], over the left half of S, or of 8 bits over the left quarter."""
+        WIDE: gl.constexpr = self.s.shape[1] * 32 // dtype.primitive_bitwidth
         layout: gl.constexpr = TensorMemoryLayout([ROWS, WIDE], col_stride=1)
-        return reinterpret(self.s, dtype, [ROWS, WIDE], layout).slice(0, WIDE // 2)
+        return reinterpret(self.s, dtype, [ROWS, WIDE], layout).slice(0, self.s.shape[1])
 
     @gluon.jit
     def factor(self):
