@@ -41,7 +41,10 @@ class Reason:
 _BROADCAST, _FORWARD = "blackwell/attention_bwd_broadcast", "blackwell/attention_fwd"
 _PAIR, _GENERAL = "blackwell/attention_bwd_2cta", "blackwell/attention_bwd_1cta"
 _RESCALE = Reason(
-    "a barrier around each piece of O; where no row's peak grows, three quarters are passed over", 1.35, 1
+    "a barrier around each piece of O, of which three quarters are passed over where no peak grows; who it is among "
+    "threads and rows is read again",
+    1.35,
+    2,
 )
 _PRODUCTS = "P comes in parts, and a branch goes around a lane without rows; there are 2048 cycles to issue in"
 _LOADS = Reason("one warp that waits for slots and has 1000 cycles and more for a trip, with block masks too", 1.8)
@@ -70,7 +73,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
         1.3,
         3,
     ),
-    (_PAIR, "compute_role", "window"): Reason("a mask, which blocks that every row sees pass over", 1.35, 6),
+    (_PAIR, "compute_role", "window"): Reason("a mask, which blocks that every row sees pass over", 1.4, 6),
     (_GENERAL, "drain_role"): Reason(
         f"dV leaves within the loop, in a branch that a tile takes once; turns are waited for; {_CONSTANTS}", 2.8, 9
     ),
