@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ class Case:
     right: int = -1
     processors: int = 2
     slack: int = 3
+    deterministic: bool = False
 
 
 def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
@@ -76,7 +78,17 @@ def run(case: Case, order: str, seed: int):
     q_len = None if case.jagged else case.q_lengths[0]
     device = Device("cuda", (9, 0), case.processors, 227 << 10)
     problem = AttentionProblem(
-        kind, q_len, heads, case.kv_heads, case.dim, case.dim, case.dtype, device, case.left, case.right
+        kind,
+        q_len,
+        heads,
+        case.kv_heads,
+        case.dim,
+        case.dim,
+        case.dtype,
+        device,
+        case.left,
+        case.right,
+        case.deterministic,
     )
     assert not configuration.lacks(problem)
     config = configuration.select(problem)
@@ -109,6 +121,8 @@ def run(case: Case, order: str, seed: int):
         (total, rows, group, config.block_d // 2),
     )
     batch_step, head_step, row_step = steps
+    most_blocks = q_rows // rows + batch + 1
+    turns = torch.zeros(case.kv_heads * most_blocks, dtype=torch.int32)
     report = emulate(
         backward_kernel,
         (worker_offsets.shape[0] - 1,),
@@ -118,6 +132,10 @@ def run(case: Case, order: str, seed: int):
         batch_step,
         row_step,
         head_step,
+        turns,
+        most_blocks,
+        case.kv_heads,
+        math.gcd(case.kv_heads, worker_offsets.shape[0] - 1),
         tiles,
         worker_offsets,
         queries.offsets() if case.jagged else None,
@@ -133,6 +151,8 @@ def run(case: Case, order: str, seed: int):
         seed=seed,
     )
     report.raise_if_bad()
+    if case.deterministic:
+        assert int(turns.sum()) == sum(int(tile[3] - tile[2]) for tile in tiles), "not each tile has told of each block"
     assert report.shared_peak <= configuration.SHARED_MEMORY
     for name, got, wanted in (("dq", total * scale, dq), ("dk", got_dk, dk), ("dv", got_dv, dv)):
         error = (got.double() - wanted).norm() / wanted.norm()
@@ -142,9 +162,13 @@ def run(case: Case, order: str, seed: int):
 
 CASES = {
     "tiles of one block and of several": Case((150, 0, 64, 1, 300), (100, 3, 0, 65, 200)),
+    "three heads": Case((300, 0, 140, 20), (30, 9, 70, 64), kv_heads=3, processors=3),
+    "turns of three heads": Case((300, 0, 140), (30, 9, 70), kv_heads=3, deterministic=True, processors=1),
     "causal": Case((150, 20, 290), (150, 64, 200), right=0),
     "a window, two heads in groups of two": Case((300, 5), (290, 9), kv_heads=2, group=2, left=40, right=70),
     "queries per sequence": Case((65, 130, 0), (70, 70, 70), jagged=False, dim=72, dtype=torch.bfloat16),
+    "turns": Case((300, 5), (290, 9), kv_heads=2, group=2, right=70, deterministic=True, processors=1),
+    "turns and a window": Case((500, 70), (290, 9), left=40, right=0, deterministic=True, processors=1),
     "more CTAs than tiles": Case((70,), (5,), processors=4),
 }
 
@@ -155,17 +179,61 @@ def test_values_are_right_under_every_order(case):
         run(case, order, seed)
 
 
+@pytest.mark.parametrize(("left", "right", "group"), [(-1, -1, 1), (-1, 0, 1), (-1, 90, 2), (70, -1, 1), (200, 0, 2)])
+def test_no_two_tiles_wait_for_each_other(left, right, group):
+    """A tile adds to dQ of a block of rows after all that have fewer keys, and a CTA comes to its tiles one by one."""
+    random = torch.Generator().manual_seed(1)
+    device = Device("cuda", (9, 0), 1, 227 << 10)
+    for processors in (1, 3, 7, 132):
+        lengths = torch.randint(0, 2000, (6,), generator=random) * torch.randint(0, 2, (6,), generator=random)
+        keys, others = JaggedLayout.from_lengths(lengths), JaggedLayout.from_lengths(lengths.flip(0))
+        problem = AttentionProblem(
+            QueryKind.JAGGED, None, 3 * group, 3, 128, 128, torch.float16, replace(device, processors=processors),
+            left, right, deterministic=True,
+        )  # fmt: skip
+        for query in (keys, others):
+            rows = int(lengths.sum())
+            tiles, offsets = plan_general_backward(problem, keys, query, rows, rows)
+            hands = [tiles[a:b, :5].tolist() for a, b in itertools.pairwise(offsets.tolist())]
+            turns: dict[tuple[int, int, int], list[int]] = {}
+            for sequence, head, begin, end, block in sorted(itertools.chain(*hands), key=lambda tile: tile[4]):
+                for row in range(begin, end):
+                    turns.setdefault((sequence, head, row), []).append(block)
+            to_do = [[(*tile, row) for tile in hand for row in range(tile[2], tile[3])][::-1] for hand in hands]
+            moved = True
+            while moved:
+                moved = False
+                for mine in to_do:
+                    while mine and turns[mine[-1][0], mine[-1][1], mine[-1][5]][0] == mine[-1][4]:
+                        sequence, head, _, _, _, row = mine.pop()
+                        turns[sequence, head, row].pop(0)
+                        moved = True
+            assert not any(to_do), f"{processors} CTAs wait for each other"
+
+
 def run_some(order, seed):
     for name in ("tiles of one block and of several", "a window, two heads in groups of two"):
         run(CASES[name], order, seed)
+    if order == "round_robin":
+        run(CASES["turns and a window"], order, seed)
 
 
+ONE_CTA = "CTAs run one after the other on the emulator, so that turns are tested with a single one"
 FAMILY = Family(
     "hopper backward",
     runner=run_some,
     modules=("jaggedtensor.kernels.hopper.attention_bwd.device",),
     equivalent={
+        **{
+            f"reduce_role: {change} turns.wait(mine, block, turn_of(tile, span, block, left, C))": ONE_CTA
+            for change in ("delete", "other phase in")
+        },
+        **{
+            f"reduce_role: {change} tma.store_wait(0, read_only=False)": ONE_CTA for change in ("delete", "one more in")
+        },
         "Consumer.step: delete gl.barrier()": "it is never reached, see there",
+        "Consumer.step: move up fence_async_shared()": "past a product that does not read dS from memory",
+        "consume_role: move up mbarrier.arrive(channels.done, count=1)": "what comes before does not read K",
         "consume_role: move down tma.store_wait(0)": "V is released after it, and K is not loaded before V may be",
     },
 )

@@ -73,6 +73,37 @@ def test_the_same_bits_from_run_to_run_beside_other_work(rows):
             assert torch.equal(a, b), f"{name} in turn {turn}"
 
 
+OTHERS = (330, 7, 0, 16, 300, 64, 1, 700, 1, 200, 0, 63)
+WINDOWS = [{}, {"causal": True}, {"window": (100, 30)}, {"window": (-1, 40)}, {"window": (70, -1)}]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("heads", "deterministic"), [((2, 2), False), ((8, 2), False), ((6, 3), True)], ids=str)
+@pytest.mark.parametrize("query", [LENGTHS, OTHERS, 70], ids=("self", "cross", "per sequence"))
+def test_queries_of_each_sequence(query, heads, window, deterministic):
+    more = {"per_sequence": True} if isinstance(query, int) else {}
+    check(
+        Call.random(
+            LENGTHS, query, heads=heads, dims=(128, 128), slack=5, deterministic=deterministic, **more, **window
+        )
+    )
+
+
+@pytest.mark.parametrize("window", [{}, {"causal": True}, {"window": (300, 64)}], ids=str)
+def test_turns_give_the_same_bits_from_run_to_run_beside_other_work(window):
+    """EMP-07 for CTAs that add to dQ one after the other."""
+    lengths = (2000, 130, 0, 700, 129, 64, 1, 4000) * 3
+    call = Call.random(lengths, lengths, heads=(4, 4), dims=(128, 128), deterministic=True, **window)
+    first, other, noise = call.run("hopper"), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    call.check(first, range(8))
+    for turn in range(70):
+        with torch.cuda.stream(other):
+            for _ in range(turn % 7):
+                noise @ noise
+        for name, a, b in zip(first._fields, first, call.run("hopper"), strict=True):
+            assert torch.equal(a, b), f"{name} in turn {turn}"
+
+
 def test_what_is_lacking_goes_to_the_portable_kernels():
     x = torch.empty(1, 1, 64, device="cuda", dtype=torch.bfloat16)
     windowed = AttentionProblem.of(x, x, x, None, 3, -1, False)

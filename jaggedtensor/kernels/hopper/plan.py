@@ -11,13 +11,12 @@ from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
-from jaggedtensor.problem import AttentionProblem, QueryKind
+from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
-CUTS = False  # until tests/gpu has seen cut tiles right on a Hopper GPU: emulated and compiled, never run
 LONG = 16  # KV blocks of a tile below which cutting it costs more than it saves
 
 
@@ -74,16 +73,15 @@ def plan_forward(
 
 
 def cuts_pay(problem: AttentionProblem, config: Config, keys: JaggedLayout) -> bool:
-    """Whether the host knows that the longest tile is worth cutting: it takes a CTA twice its share, and longer than a
-    merge does."""
-    if not CUTS or torch.compiler.is_compiling():  # which would compile anew for each batch
-        return False
+    """Whether the host knows that whole tiles would keep some CTAs busy for 10 % longer than their share is: since one
+    tile is longer than that, or as the last round of tiles, all about as long as each other, is not full."""
     longest, tokens = keys.longest_on_host, keys.known_num_tokens
-    workers, lines = problem.device.processors * config.ctas, problem.kv_heads * config.q_blocks
-    if longest is None or tokens is None:
+    if torch.compiler.is_compiling() or longest is None or tokens is None:  # which would compile anew for each batch
         return False
-    blocks = -(-longest // config.block_n)
-    return blocks >= LONG and 2 * tokens * lines <= longest * workers
+    workers, lines = problem.device.processors * config.ctas, problem.kv_heads * config.q_blocks
+    alike = 4 * longest * keys.batch_size <= 5 * tokens
+    rounds = -(-keys.batch_size * lines // workers) if alike else 1
+    return longest >= LONG * config.block_n and 10 * rounds * longest * workers >= 11 * tokens * lines
 
 
 def backward_lacks(problem: AttentionProblem) -> list[str]:
@@ -123,11 +121,13 @@ def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows:
 def plan_general_backward(
     problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
 ) -> list[Tensor]:
-    """KV blocks with the query blocks that see them, dealt as in forward."""
+    """KV blocks with the query blocks that see them, dealt as in forward: the longest first, and so of those that share
+    queries the first keys first, as turns need it. With a limit to the left that is not so: one by one, then."""
     q_len = problem.q_len if query is None else query
     assert q_len is not None
+    one_by_one = problem.deterministic and problem.left != UNLIMITED
     schedule = keys.schedule(
-        ScheduleKind.ZIGZAG,
+        ScheduleKind.ROUND_ROBIN if one_by_one else ScheduleKind.ZIGZAG,
         axis=TileAxis.KEY,
         q_len=q_len,
         heads=problem.kv_heads,

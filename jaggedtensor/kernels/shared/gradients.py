@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from jaggedtensor.kernels.shared.ragged import takes
@@ -49,3 +51,19 @@ def sum_of_shares(shares: Tensor, q: Tensor, group: int, scale: float = 1.0) -> 
     dq = torch.empty(length, heads, dim, dtype=q.dtype, device=q.device)
     dq.view(length, -1, group, dim).copy_((packed if scale == 1.0 else packed * scale).transpose(0, 1))
     return dq
+
+
+def scaled(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale * total, of a contiguous fp32 sum, rounded once."""
+    result, block = torch.empty_like(total, dtype=dtype), 4096
+    if total.numel():
+        scale_kernel[(triton.cdiv(total.numel(), block),)](
+            total, result, scale, total.numel(), BLOCK=block, num_warps=8, enable_fp_fusion=True
+        )
+    return result
+
+
+@triton.jit(do_not_specialize=["scale"])
+def scale_kernel(total, result, scale, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(result + at, (tl.load(total + at, mask=at < size) * scale).to(result.dtype.element_ty), mask=at < size)

@@ -20,11 +20,16 @@ class Config:
     jagged: bool
     left: bool  # the window has a limit on this side
     right: bool
+    ordered: bool = False  # dQ is added in the order of the keys
     q_stages: int = 2  # of the rings of Q, dO and their statistics
     ds_stages: int = 2
-    staggered: bool = True  # CTAs that share a sequence begin at different blocks of query rows
     block_d: int = 128
     block_dv: int = 128
+
+    @property
+    def by_head(self) -> bool:
+        """Whether the tiles of a sequence change names. Not where turns are taken: there would be no end of a queue."""
+        return not (self.left or self.right or self.ordered)
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -37,7 +42,7 @@ class Config:
         columns = self.block_d + self.block_dv
         halves = (KEYS + self.q_stages * ROWS) * columns + self.ds_stages * KEYS * ROWS
         singles = 2 * self.q_stages * ROWS + ROWS * self.block_d
-        barriers = 2 * (3 + 3 * self.q_stages + self.ds_stages) + 1
+        barriers = 2 * (3 + self.q_stages + self.ds_stages) + 1
         return 2 * halves + 4 * singles + 16 * barriers + _ARGUMENTS
 
 
@@ -46,8 +51,6 @@ def lacks(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.query is QueryKind.BROADCAST:
         reasons.append("takes queries of each sequence's own")
-    if problem.deterministic:
-        reasons.append("adds dQ in no order")
     if problem.dtype.itemsize != 2:
         reasons.append(f"does not compute in {problem.dtype}")
     if ROWS % problem.group:
@@ -61,7 +64,11 @@ def lacks(problem: AttentionProblem) -> list[str]:
 def select(problem: AttentionProblem) -> Config:
     """A pure function of a problem that lacks nothing."""
     config = Config(
-        problem.group, problem.query is QueryKind.JAGGED, problem.left != UNLIMITED, problem.right != UNLIMITED
+        problem.group,
+        problem.query is QueryKind.JAGGED,
+        problem.left != UNLIMITED,
+        problem.right != UNLIMITED,
+        problem.deterministic,
     )
     assert config.shared_memory <= SHARED_MEMORY
     return config

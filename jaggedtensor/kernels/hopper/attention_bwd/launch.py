@@ -12,11 +12,9 @@ from jaggedtensor.kernels.hopper.attention_bwd.config import KEYS, ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
 from jaggedtensor.kernels.shared.delta import delta_of
 from jaggedtensor.kernels.shared.direct import launch
-from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
-from jaggedtensor.kernels.shared.slack import clear_slack
+from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, new_key_gradient, scaled
+from jaggedtensor.kernels.shared.ragged import device_of, ragged
 from jaggedtensor.problem import AttentionArgs
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def backward(
@@ -34,7 +32,7 @@ def backward(
     q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
     with device_of(k):
         some = bool(tiles.shape[0] and q.numel())
-        dk, dv = (new_gradient(x, args, some) for x in (k, v))
+        dk, dv = (new_key_gradient(x, args, some) for x in (k, v))
         total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         if some:
             lse = lse.contiguous()
@@ -44,6 +42,8 @@ def backward(
                 delta = delta_of(out, grad_out, grad_lse)
             batch, head, row = (0, *reversed(lse.stride())) if jagged else lse.stride()
             rows, heads = ROWS // config.group, config.group
+            blocks = q.numel() // (q.shape[-1] * q.shape[-2]) // rows + args.k_offsets.shape[0]  # at most, of a head
+            turns = q.new_zeros(problem.kv_heads * blocks, dtype=torch.int32) if config.ordered else tiles
             launch(
                 backward_kernel,
                 worker_offsets.shape[0] - 1,
@@ -63,6 +63,10 @@ def backward(
                     batch,
                     row,
                     head,
+                    turns,
+                    blocks,
+                    problem.kv_heads,
+                    math.gcd(problem.kv_heads, worker_offsets.shape[0] - 1),
                     tiles,
                     worker_offsets,
                     args.q_offsets,
@@ -76,29 +80,7 @@ def backward(
                 ),
                 config.options,
             )
-        dq = torch.mul(total, args.scale, out=torch.empty_like(total, dtype=q.dtype)) if needs[0] else None
-    return dq, dk if needs[1] else None, dv if needs[2] else None
-
-
-def flat(x: Tensor) -> Tensor:
-    """`[rows, heads, D]`."""
-    return x if x.dim() == 3 else x.flatten(0, 1)
-
-
-def addressable(x: Tensor) -> Tensor:
-    """The same for TMA: a copy where it cannot address the tensor, or rows are expanded."""
-    return x if takes(x) and 0 not in x.stride() else x.contiguous()
-
-
-def new_gradient(x: Tensor, args: AttentionArgs, some: bool) -> Tensor:
-    """Contiguous; 0 where keys may have no tile, as no query sees them, and past the last sequence."""
-    # Where sequences have as many queries as keys, each key is seen by the query at its place, whatever the window.
-    itself = args.q_offsets is not None and args.q_offsets.data_ptr() == args.k_offsets.data_ptr()
-    seen = itself or (args.q_offsets is None and not args.problem.windowed)
-    if not (some and seen):
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return clear_slack(gradient, args.k_offsets) if args.slack else gradient
+        return chosen(scaled(total, args.scale, q.dtype) if needs[0] else total, dk, dv, needs)
 
 
 def _key(args: AttentionArgs) -> Hashable | None:
