@@ -15,9 +15,9 @@ Roles, a warp each but for the consumers:
     threads                 P^T(i)          dS^T(i)           dQ(i-1) stored
     barriers       q full   dq full (i-2)             ds full (i)   q empty, ds empty (i-1)
 
-dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. It is added in no order, or
-in turns: see `Turns`. TMA reads zeros past the end of a sequence and writes nothing there; a query row that is not there
-has lse = +inf and so P = 0.
+dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. It is added in no order,
+or in turns: see `Turns`. TMA reads zeros past the end of a sequence and writes nothing there; a query row that is not
+there has lse = +inf and so P = 0.
 """
 
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
