@@ -19,6 +19,7 @@ COMPILED = [
     "broadcast 128",
     "broadcast 64",
     "broadcast 128, 32 rows",
+    "broadcast 128, 256 rows",
     "broadcast 256",
     "jagged 128",
     "jagged 64",
@@ -40,6 +41,13 @@ def test_forward_compiles_within_its_budgets(name, compile_within_rules):
     assert len(consume.loops) >= config.consumers
     for loop in consume.loops:
         assert loop.counts["HGMMA"] * 16 * 64 >= config.block_n * config.block_dv / 4, loop.counts
+        assert not config.settles or exponentials_after_the_wait(loop) == 0
+
+
+def exponentials_after_the_wait(loop):
+    """Those beside which no product of the same role runs, see `softmax.settled`."""
+    waits = [i for i, x in enumerate(loop.instructions) if x.name.startswith("WARPGROUP.DEPBAR")]
+    return sum(x.kind == "MUFU" for x in loop.instructions[waits[-1] :])
 
 
 @pytest.mark.parametrize("name", ["broadcast 128", "jagged 128", "jagged 256"])

@@ -102,9 +102,8 @@ def test_a_window_of_one_query_for_all():
 
 @pytest.mark.sanitize
 @torch.no_grad()
-def test_a_long_sequence_is_cut_between_ctas(monkeypatch):
+def test_a_long_sequence_is_cut_between_ctas():
     """As a whole it would keep a multiprocessor busy long after all others have nothing to do."""
-    monkeypatch.setattr("jaggedtensor.kernels.hopper.plan.CUTS", True)
     layout = JaggedLayout.from_lengths(torch.tensor([9000, 0, 37, 500])).to("cuda")
     for rows, heads, kv_heads in ((128, 4, 4), (10, 8, 2), (300, 6, 2)):
         keys = JaggedTensor(torch.randn(9537, kv_heads, 64, device="cuda", dtype=torch.bfloat16), layout)

@@ -242,7 +242,8 @@ def step(work, query, view, place, channels, scale, C: gl.constexpr, MASK: gl.co
     if MASK:
         score = view.masked(score, place, C)
     p, fade, rows = next_block(work.rows, score, scale, C.windowed)
-    rows = settled(rows)
+    if C.settles:
+        rows = settled(rows)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
     acc = acc * by_row(fade, acc)
@@ -276,7 +277,8 @@ def cross(work, query, view, channels, scale, C: gl.constexpr):
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
     p, rows = first_block(view.masked(score, view.tile.kv_end - 1, C), scale, C.windowed)
-    rows = settled(rows)
+    if C.settles:
+        rows = settled(rows)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
     return acc, Work(rows, as_operand(p, work.p.dtype, acc), no_output(C), Ring(k_at, v_at))
