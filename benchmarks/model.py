@@ -10,6 +10,7 @@ benchmarks/results/nvidia-h200.json has measured. Some minutes on one core.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -30,11 +31,14 @@ from jaggedtensor.kernels.hopper import plan as hopper
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.schedules import ScheduleKind, TileSchedule
 from jaggedtensor.schedules.simulate import CostModel, simulate
+from jaggedtensor.testing.compile_cases import CASES
+from jaggedtensor.testing.compiled import Pass, compiled
 from jaggedtensor.testing.model import B200, H200, Chip, Replayed, replay
 from jaggedtensor.testing.mutants import load_module
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200.json"
+SMALL = 40  # instructions of a loop that is not worth counting
 BEGIN, END = "<!-- model: begin -->", "<!-- model: end -->"
 B, J = QueryKind.BROADCAST, QueryKind.JAGGED
 BF16 = torch.bfloat16
@@ -118,6 +122,30 @@ def emulated(emulate: Callable[[int, int], Any], tiles: int, blocks: int) -> Any
     return emulate(tiles, blocks)
 
 
+def released_late(report: Any, role: str) -> Any:
+    """The run with each arrival of a role moved to where it next waits for a barrier."""
+    events, held = [], []
+    for event in report.events:
+        mine = event.role == role
+        if mine and event.kind == "arrive":
+            held.append(event)
+            continue
+        if mine and event.kind == "wait":
+            events += held
+            held = []
+        events.append(event)
+    changed = copy.copy(report)
+    changed.events = events + held
+    return changed
+
+
+@cache
+def loops_of(case: str, arch: str, which: str) -> dict[str, int]:
+    """Instructions of a trip of each role's bulk loop, as compiled."""
+    (kernel,) = compiled(CASES[case], arch, Pass(which))
+    return {name: role.slots[0] for name, role in kernel.roles.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel at one size.
@@ -126,7 +154,12 @@ class Kernel:
         misses: the share of loaded bytes that comes from HBM.
         workers: CTAs of a multiprocessor.
         bound: cycles of a block that no kernel goes below, and what times it is asked for (issues 7 and 8).
-        scale: for roles, by what their counted instructions are to be multiplied.
+        compiled: a case of jaggedtensor.testing.compile_cases, architecture and pass: the instructions of its roles'
+            loops, as compiled, take the place of those that the emulator counts.
+        trip: blocks that a trip of these loops covers.
+        scale: for roles, by what their instructions are to be multiplied besides.
+        staged: False: who stores by TMA waits at once.
+        late: a role that releases what it has read only before it waits for the next.
     """
 
     name: str
@@ -136,18 +169,37 @@ class Kernel:
     workers: int = 1
     bound: float = 0.0
     asked: float = 0.0
+    compiled: tuple[str, str, str] | None = None
+    trip: int = 1
     scale: dict[str, float] = field(default_factory=dict)
     staged: bool = True
+    late: str = ""
 
     def cost(self) -> Cost:
-        few, many, long = (self.replayed(*shape) for shape in ((2, 2), (6, 2), (2, 12)))
-        block = long.less(few, 20)
+        scale = dict(self.scale)
+        counted = self.block({})
+        compiled: dict[str, tuple[float, float]] = {}
+        if self.compiled is not None:
+            for role, slots in loops_of(*self.compiled).items():
+                if (time := counted.roles.get(f"{role} 0")) is None or "load" in role:
+                    continue
+                mine = time.instructions * self.trip
+                if mine > SMALL:
+                    compiled[role] = mine, slots
+                    scale[role] = slots / mine * scale.get(role, 1.0)
+        few, many = self.replayed(2, 2, scale), self.replayed(6, 2, scale)
+        block = self.block(scale)
         tile = (many.cycles - few.cycles) / 4 - 2 * block.cycles
-        return Cost(self, block, max(tile, 0.0))
+        return Cost(self, block, max(tile, 0.0), compiled)
 
-    def replayed(self, tiles: int, blocks: int) -> Replayed:
+    def block(self, scale: dict[str, float]) -> Replayed:
+        return self.replayed(2, 12, scale).less(self.replayed(2, 2, scale), 20)
+
+    def replayed(self, tiles: int, blocks: int, scale: dict[str, float]) -> Replayed:
         report = emulated(self.emulate, tiles, blocks)
-        return replay(report, self.chip, misses=self.misses, scale=self.scale, staged=self.staged)
+        if self.late:
+            report = released_late(report, self.late)
+        return replay(report, self.chip, misses=self.misses, scale=scale, staged=self.staged)
 
     def but(self, name: str, change: dict[str, Any] | None = None, **fields: Any) -> Kernel:
         """A variant, with `change` in what it is emulated with."""
@@ -162,6 +214,7 @@ class Cost:
     kernel: Kernel
     block: Replayed  # of a block (of each of the CTAs that share the multiprocessor)
     tile: float  # what a tile takes beside its blocks
+    compiled: dict[str, tuple[float, float]]  # instructions of a loop's trip by role: as counted, as compiled
 
     def share(self, engine: str) -> float:
         return self.block.engines.get(engine, 0.0) / self.block.cycles
@@ -182,15 +235,31 @@ class Cost:
 # A block is one of keys (of queries in the general backward) for all rows of a CTA. Bounds in cycles: of the H200 from
 # what its HBM and products alone were measured to do; of the B200 as in docs/kernels/blackwell-*.md.
 HOPPER = (
-    Kernel("fwd, 128 rows for all", H200, partial(hopper_forward, q_len=128, dim=128)),
+    Kernel(
+        "fwd, 128 rows for all",
+        H200,
+        partial(hopper_forward, q_len=128, dim=128),
+        compiled=("broadcast 128", "sm_90", "forward"),
+    ),
     Kernel("fwd, 256 rows for all", H200, partial(hopper_forward, q_len=256, dim=128, n=128), misses=0.5),
     Kernel("fwd, 32 rows for all", H200, partial(hopper_forward, q_len=32, dim=128, ctas=2), workers=2),
     Kernel("fwd, 128 rows for all, D 64", H200, partial(hopper_forward, q_len=128, dim=64, ctas=2), workers=2),
-    Kernel("fwd, jagged", H200, partial(hopper_forward, q_len=None, dim=128, n=128), misses=0.1),
-    Kernel("bwd, 128 rows for all", H200, partial(hopper_broadcast_backward, q_len=128, dim=128)),
+    Kernel(
+        "fwd, jagged",
+        H200,
+        partial(hopper_forward, q_len=None, dim=128, n=128),
+        misses=0.1,
+        compiled=("jagged 128", "sm_90", "forward"),
+    ),
+    Kernel(
+        "bwd, 128 rows for all",
+        H200,
+        partial(hopper_broadcast_backward, q_len=128, dim=128),
+        compiled=("broadcast 128", "sm_90", "backward"),
+    ),
     Kernel("bwd, 32 rows for all", H200, partial(hopper_broadcast_backward, q_len=32, dim=128)),
     Kernel("bwd, 128 rows for all, D 64", H200, partial(hopper_broadcast_backward, q_len=128, dim=64)),
-    Kernel("bwd, jagged", H200, hopper_backward, misses=0.1),
+    Kernel("bwd, jagged", H200, hopper_backward, misses=0.1, compiled=("jagged 128", "sm_90", "backward")),
 )
 MEASURED = {  # what was measured of each, by workload; with True, it had a part in fitting
     "fwd, 128 rows for all": {"pma128-uniform": True, "pma128-lognormal": False, "pma128-tail": True},
@@ -205,13 +274,50 @@ MEASURED = {  # what was measured of each, by workload; with True, it had a part
 }
 
 HBM = 128 * 128 * 2 * 2 / B200.hbm  # of K and V of a block
-STREAMS = Kernel("fwd, two streams", B200, partial(blackwell_forward, rows=128, broadcast=True), bound=HBM, asked=1.15)
-TILES = Kernel(
-    "fwd, two tiles", B200, partial(blackwell_forward, rows=256, broadcast=False), misses=0.1, bound=2048, asked=1.25
+STREAMS = Kernel(
+    "fwd, two streams",
+    B200,
+    partial(blackwell_forward, rows=128, broadcast=True),
+    bound=HBM,
+    asked=1.15,
+    trip=2,
+    compiled=("broadcast 128", "sm_100", "forward"),
 )
-STAYS = Kernel("bwd, the query stays", B200, blackwell_broadcast_backward, bound=2 * HBM, asked=1.2)
-GENERAL = Kernel("bwd, a CTA", B200, blackwell_backward, misses=0.1, bound=3328, asked=1.25)
-PAIR = Kernel("bwd, a pair of CTAs", B200, blackwell_pair_backward, misses=0.1, bound=2688, asked=1.25)
+TILES = Kernel(
+    "fwd, two tiles",
+    B200,
+    partial(blackwell_forward, rows=256, broadcast=False),
+    misses=0.1,
+    bound=2048,
+    asked=1.25,
+    compiled=("jagged 128", "sm_100", "forward"),
+)
+STAYS = Kernel(
+    "bwd, the query stays",
+    B200,
+    blackwell_broadcast_backward,
+    bound=2 * HBM,
+    asked=1.2,
+    compiled=("broadcast 128", "sm_100", "backward"),
+)
+GENERAL = Kernel(
+    "bwd, a CTA",
+    B200,
+    blackwell_backward,
+    misses=0.1,
+    bound=3328,
+    asked=1.25,
+    compiled=("jagged 128, the same bits", "sm_100", "backward"),
+)
+PAIR = Kernel(
+    "bwd, a pair of CTAs",
+    B200,
+    blackwell_pair_backward,
+    misses=0.1,
+    bound=2688,
+    asked=1.25,
+    compiled=("jagged 128", "sm_100", "backward"),
+)
 BLACKWELL = (STREAMS, TILES, STAYS, GENERAL, PAIR)
 
 SLOW = replace(B200, tmem_load=276.0, tmem_store=276.0)
@@ -219,7 +325,12 @@ SLOW_STORES = replace(B200, tmem_store=100.0)
 MASKED = {"softmax_role": 681 / 513}  # compiled: a loop with a causal mask, and one without (docs/kernels)
 VARIANTS: dict[Kernel, tuple[Kernel, ...]] = {
     STREAMS: (
-        Kernel("padded to 256 rows", B200, partial(blackwell_forward, rows=256, broadcast=True)),
+        Kernel(
+            "padded to 256 rows",
+            B200,
+            partial(blackwell_forward, rows=256, broadcast=True),
+            compiled=("broadcast 128, 256 rows", "sm_100", "forward"),
+        ),
         STREAMS.but("a ring of 3 slots", {"kv_stages": 3}),
         STREAMS.but("P in one piece", {"pieces": 1}),
         STREAMS.but("P in 8 pieces", {"pieces": 8}),
@@ -244,19 +355,20 @@ VARIANTS: dict[Kernel, tuple[Kernel, ...]] = {
     ),
     STAYS: (
         Kernel("dQ added to memory for each tile (a CTA, keys stay)", B200, blackwell_backward_of_all),
+        STAYS.but("dV and dK released when they are on their way out", late="drain_role"),
         STAYS.but("stores that block", staged=False),
         STAYS.but("a mask in every block", scale={"compute_role": 1.35}),
         STAYS.but("tensor memory takes 276 more each time", chip=SLOW),
     ),
     GENERAL: (
-        GENERAL.but("dQ released after the first of four slices", {"early": 1}),
-        GENERAL.but("dQ released after all slices", {"early": 4}),
+        GENERAL.but("dQ released when it is on its way out", late="drain_role"),
         GENERAL.but("stores that block", staged=False),
         GENERAL.but("a mask in every block", scale={"compute_role": 1.35}),
         GENERAL.but("dQ drained at no cost", scale={"drain_role": 0.01}, chip=replace(B200, tmem_load=0.0, tmem=1e9)),
         GENERAL.but("tensor memory takes 276 more each time", chip=SLOW),
     ),
     PAIR: (
+        PAIR.but("dQ released when it is on its way out", late="reduce_role"),
         PAIR.but("stores that block", staged=False),
         PAIR.but("a mask in every block", scale={"compute_role": 1.35}),
         PAIR.but("dS reaches the neighbour at once", chip=replace(B200, remote_latency=0.0)),
@@ -318,7 +430,9 @@ def milliseconds(schedule: TileSchedule, cost: Cost) -> float:
 Table = tuple[str, list[list[str]]]  # a title, and lines, of which the first is the head
 
 
-def calibration(costs: dict[str, Cost], measured: dict[tuple[str, str], float]) -> Table:
+def calibration(costs: dict[str, Cost]) -> Table:
+    rows = json.loads(RESULTS.read_text())
+    measured, commit = {(row["workload"], row["pass"]): row["ms"] for row in rows}, rows[0]["commit"]
     lines = [["workload", "pass", "modelled ms", "measured ms", "error", "block", "tile", "fitted"]]
     for kernel in HOPPER:
         if (cost := costs.get(kernel.name)) is None:
@@ -330,7 +444,7 @@ def calibration(costs: dict[str, Cost], measured: dict[tuple[str, str], float]) 
             lines.append(
                 [name, which, f"{ms:.3f}", f"{real:.3f}", f"{ms / real - 1:+.0%}", *cycles, "yes" if fitted else "no"]
             )
-    return "Modelled against measured, H200", lines
+    return f"Modelled against measured, H200 (measured of commit {commit})", lines
 
 
 def bounds(costs: dict[str, Cost]) -> Table:
@@ -372,6 +486,14 @@ def variants(costs: dict[str, Cost]) -> Table:
                 times = f"{cost.block.cycles / base.block.cycles:.2f}"
                 lines.append(["", other.name, f"{cost.block.cycles:.0f}", times, f"{cost.tile:.0f}"])
     return "Modelled cycles of a block, one thing changed at a time, B200", lines
+
+
+def instructions(costs: dict[str, Cost]) -> Table:
+    lines = [["GPU", "kernel", "role", "counted", "compiled"]]
+    for kernel in (*HOPPER, *BLACKWELL):
+        for role, (mine, slots) in (costs[kernel.name].compiled if kernel.name in costs else {}).items():
+            lines.append([kernel.chip.name, kernel.name, role.removesuffix("_role"), f"{mine:.0f}", f"{slots:.0f}"])
+    return "Instructions of each warp in a trip of a role's loop, counted from the events and as compiled", lines
 
 
 SHOWN = {
@@ -425,8 +547,7 @@ def main() -> None:
         print(f"\r[{done:30}] {i + 1} of {len(wanted)}: {name:70.70}", end="", file=sys.stderr, flush=True)
         costs[name] = kernel.cost()
     print(file=sys.stderr)
-    measured = {(row["workload"], row["pass"]): row["ms"] for row in json.loads(RESULTS.read_text())}
-    tables = [calibration(costs, measured), bounds(costs), variants(costs), workloads(costs)]
+    tables = [calibration(costs), bounds(costs), variants(costs), workloads(costs), instructions(costs)]
     tables = [table for table in tables if len(table[1]) > 1]
     print("\n".join(shown(table, markdown=False) for table in tables))
     if arguments.markdown is not None:
