@@ -62,7 +62,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
         "on SM103 FlashAttention-4's loads from tensor memory find the peak (LDTM.STAT), ours are plain", 1.1
     ),
     (_FORWARD, "softmax_role", "e4m3"): Reason(
-        "twice as many exponentials are polynomials: 16 instructions less of the special units, which take 8 cycles each",
+        "twice as many exponentials are polynomials: 16 instructions less for the special units, of 8 cycles each",
         1.25,
     ),
     (_BROADCAST, "drain_role"): Reason(
@@ -74,7 +74,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_BROADCAST, "load_keys_role"): _LOADS,
     (_PAIR, "mma_role"): Reason(
         f"each operand has one buffer, whose release is a commit of its own; 2688 cycles to issue in; {_CONSTANTS}",
-        1.3,
+        1.4,
         3,
     ),
     (_PAIR, "compute_role", "window"): Reason("a mask, which blocks that every row sees pass over", 1.4, 6),
