@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # One stamp for each choice of torch: another TORCH, or a change of dependencies, installs anew.
 STAMP := $(VENV)/.installed-$(subst /,_,$(TORCH))
 
-.PHONY: quickstart test lint venv bench-cpu gpu-test compile-check compile-check-other peers mutants clean
+.PHONY: quickstart test lint venv bench-cpu gpu-test gpu-sanitize compile-check compile-check-other peers mutants clean
 
 venv: $(STAMP)
 
@@ -29,6 +29,12 @@ test: venv
 # On a machine with a GPU, in whatever environment has torch for it.
 gpu-test:
 	$(PYTHON) -m pytest tests/gpu
+
+# What compute-sanitizer has to say of the small ones among them.
+gpu-sanitize:
+	for tool in memcheck racecheck synccheck; do \
+		JAGGEDTENSOR_GPU_CHILD=0 compute-sanitizer --tool $$tool $(PYTHON) -m pytest tests/gpu -m sanitize || exit; \
+	done
 
 # Compiles the kernels for GPUs that need not be there and holds them to their budgets. QUICK=1: each Gluon family once, a
 # minute on two cores. Otherwise every case and every configuration of the portable kernels, more than an hour; CHECKS
