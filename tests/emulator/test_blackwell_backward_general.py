@@ -20,7 +20,7 @@ from jaggedtensor.kernels.emulator import ORDERS, emulate
 from jaggedtensor.kernels.shared import gradients
 from jaggedtensor.problem import AttentionArgs
 from jaggedtensor.testing.guards import poison_free_memory
-from jaggedtensor.testing.mutants import load_module
+from jaggedtensor.testing.mutants import load_module, schedules, score
 
 FAMILY = Path(__file__).parent / "families" / "blackwell_backward_general.py"
 family = load_module(str(FAMILY))
@@ -49,16 +49,23 @@ def test_values_are_right(name):
         family.run(CASES[name], order, seed)
 
 
-@pytest.mark.parametrize("right", [-1, 0], ids=["all", "causal"])
-def test_dq_added_in_turns_has_the_same_bits(right):
+def test_dq_added_in_turns_has_the_same_bits():
     """By three CTAs that run at the same time."""
-    case = Case((300, 5), (130, 9), deterministic=True, right=right, processors=3, group=2)
+    case = Case((300, 5), (130, 9), deterministic=True, right=0, processors=3, group=2)
     family.same_bits(case, [("random", 0), ("late", 1), ("starve", 2)])
 
 
 def test_shares_of_dq_have_the_same_bits():
     case = Case((200, 1), q_len=130, query=B)
-    family.same_bits(case, [("random", 0), ("late", 1), ("ahead", 2)])
+    family.same_bits(case, [("random", 0), ("late", 1)])
+
+
+def test_a_few_mutants_are_found():
+    """A sample; `make mutants` takes them all."""
+    result = score(str(FAMILY), schedules(1), jobs=1, limit=90, only=4)
+    assert not result.right.kind, str(result)
+    assert not result.survivors, str(result)
+    assert not result.mistaken, str(result)
 
 
 @given(

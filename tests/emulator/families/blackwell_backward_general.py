@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from jaggedtensor.kernels.blackwell.attention_bwd_1cta import config as configur
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta.device import backward_kernel
 from jaggedtensor.kernels.blackwell.plan import plan_general_backward
 from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.emulator.engines import TmaStore
+from jaggedtensor.kernels.emulator.roles import Cluster
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.ops.reference import attend_reference
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
@@ -227,27 +230,44 @@ MUTATED = (
     Case((260, 0, 1), (260, 3, 1), processors=1),
     Case((150, 20), (260, 5), dim=128, value_dim=128, left=200, right=0, processors=1),
 )
+PAST = "the phase that it waits for has passed already"
+NAMES = "the next line only says where something is"
 SAME_BITS = (
-    Case((300,), (140,), deterministic=True, processors=3),
-    Case((200, 1), q_len=130, query=B, processors=1),
+    Case((500,), (140,), deterministic=True, processors=4),
+    Case((500,), q_len=20, query=B, left=490, dim=128, value_dim=64, processors=1),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "Sum.buffer: next self.buffers.index(at.index) in return self.buffers.index(at.index)": (
+        "the buffers only change their turns"
+    ),
+    "issue_late: move down mbarrier.wait(scores.differed, step.turn & 1)": "two waits change places",
+    "issue_late: always mbarrier.wait(sums.dk.empty.index(0), (step.tile & 1) ^ 1, pred=step.n == 0)": PAST,
+    "mma_role: always mbarrier.wait(sums.dv.empty.index(0), (number & 1) ^ 1, pred=n == 0)": PAST,
+    "mma_role: move down mbarrier.wait(scores.weighted, turn & 1)": NAMES,
+    "compute_role: move down mbarrier.wait(scores.graded, turn & 1)": NAMES,
+}
 
 
 def run_all(order: str, seed: int) -> None:
     for case in MUTATED:
         run(case, order, seed)
     for case in SAME_BITS:
-        same_bits(case, ((order, seed), ("late", seed + 1)))
+        same_bits(case, ((order, seed), ("late", seed + 1), ("random", seed + 2), ("starve", seed + 3)))
 
 
 def same_bits(case: Case, orders: Iterable[tuple[str, int]]) -> None:
-    """dQ is the same to the last bit, whatever the order."""
-    first = None
-    for order, seed in orders:
-        _, dq = run(case, order, seed)
-        first = dq if first is None else first
-        assert torch.equal(dq, first), f"{int((dq != first).sum())} numbers of dQ differ under another order"
+    """dQ is the same to the last bit, whatever the order, and if results of TMA are there as late as they may be."""
+    orders = list(orders)
+    _, first = run(case, *orders[0])
+    with patch.object(Cluster, "_operation", _results_last):
+        for order, seed in orders[1:]:
+            _, dq = run(case, order, seed)
+            assert torch.equal(dq, first), f"{int((dq != first).sum())} numbers of dQ differ under another order"
+
+
+def _results_last(self: Cluster, landing: list[Any]) -> Any:
+    sooner = [op for op in landing if not (isinstance(op, TmaStore) and op.done)]
+    return self.random.choice(sooner or landing)
 
 
 FAMILY = Family(

@@ -144,8 +144,8 @@ class KeyTurns:
     keys: gl.tensor
 
     @gluon.jit
-    def wait(self, block, C: gl.constexpr):
-        """Until all later keys have added to a block of dQ."""
+    def come(self, block, C: gl.constexpr):
+        """Waits until all later keys have added to a block of dQ."""
         number = self.last
         if C.right:
             i = ((block + 1) * ROWS - 1) // C.group  # the last query of the block
@@ -392,7 +392,7 @@ def drain_query(dq, dq_at, at, where, results, turns, C: gl.constexpr):
     late = halves_of(buffer.slice(EARLY * SLICE, 2 * SLICE).load())
     mbarrier.arrive(dq.empty.index(dq_at.index), count=1)
     if C.ordered:
-        turns.wait(block, C)
+        turns.come(block, C)
     for i in gl.static_range(EARLY):
         at = add_slice(results, place, at, i)
     for i in gl.static_range(2):
