@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +43,16 @@ def new_key_gradient(x: Tensor, args: AttentionArgs, some: bool) -> Tensor:
 def flat(x: Tensor) -> Tensor:
     """`[rows, heads, D]`, also of queries of each sequence `[B, Lq, heads, D]`."""
     return x if x.dim() == 3 else x.flatten(0, 1)
+
+
+def key_of(args: AttentionArgs, *more: Hashable) -> Hashable | None:
+    """What a compiled kernel depends on, besides `more` and the descriptors' maps; None if some pointer is not aligned.
+    Results are new and aligned."""
+    offsets = [x for x in (args.q_offsets, args.k_offsets) if x is not None]
+    places = 0
+    for x in (*args.schedule, *offsets):
+        places |= x.data_ptr()
+    return None if places % 16 else (args.problem, *(x.dtype for x in offsets), *more)
 
 
 def sum_of_shares(shares: Tensor, q: Tensor, group: int, scale: float = 1.0) -> Tensor:

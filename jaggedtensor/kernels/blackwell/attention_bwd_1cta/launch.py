@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from jaggedtensor.kernels.shared.gradients import (
     addressable,
     chosen,
     flat,
+    key_of,
     new_key_gradient,
     sum_of_shares,
 )
@@ -57,7 +57,7 @@ def backward(
         launch(
             backward_kernel,
             programs,
-            _key(args),
+            key_of(args),
             (
                 ragged(flat(q), rows, heads, config.block_d),
                 ragged(k, config.block_n, 1, config.block_d),
@@ -105,14 +105,3 @@ def _query_sum(q: Tensor, programs: int, config: Config) -> tuple[Tensor, Descri
         return total, ragged(total, ROWS, 1, SLICE)
     total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     return total, ragged(flat(total), rows, config.group, SLICE)
-
-
-def _key(args: AttentionArgs) -> Hashable | None:
-    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    places, q_type = args.k_offsets.data_ptr(), None
-    for x in args.schedule:
-        places |= x.data_ptr()
-    if args.q_offsets is not None:
-        places |= args.q_offsets.data_ptr()
-        q_type = args.q_offsets.dtype
-    return None if places % 16 else (args.problem, args.k_offsets.dtype, q_type)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from jaggedtensor.kernels.blackwell.attention_bwd_2cta.config import ADDED, KEYS
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta.device import pair_kernel
 from jaggedtensor.kernels.shared.delta import delta_of
 from jaggedtensor.kernels.shared.direct import launch
-from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, new_key_gradient
+from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, key_of, new_key_gradient
 from jaggedtensor.kernels.shared.ragged import device_of, ragged
 from jaggedtensor.problem import AttentionArgs
 
@@ -46,7 +45,7 @@ def backward(
         launch(
             pair_kernel,
             worker_offsets.shape[0] - 1,
-            _key(args),
+            key_of(args),
             (
                 ragged(k, KEYS, 1, config.block_d, "rows"),
                 ragged(k, KEYS, 1, config.block_d, "columns"),
@@ -80,14 +79,3 @@ def backward(
         )
         dq = torch.mul(total, args.scale, out=torch.empty_like(total, dtype=q.dtype))
         return chosen(dq, dk, dv, needs)
-
-
-def _key(args: AttentionArgs) -> Hashable | None:
-    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    tiles, worker_offsets = args.schedule
-    places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
-    q_type = None
-    if args.q_offsets is not None:
-        places |= args.q_offsets.data_ptr()
-        q_type = args.q_offsets.dtype
-    return None if places % 16 else (args.problem, args.k_offsets.dtype, q_type)

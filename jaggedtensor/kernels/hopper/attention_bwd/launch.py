@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from jaggedtensor.kernels.hopper.attention_bwd.config import KEYS, ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
 from jaggedtensor.kernels.shared.delta import delta_of
 from jaggedtensor.kernels.shared.direct import launch
-from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, new_key_gradient, scaled
+from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, key_of, new_key_gradient, scaled
 from jaggedtensor.kernels.shared.ragged import device_of, ragged
 from jaggedtensor.problem import AttentionArgs
 
@@ -47,7 +46,7 @@ def backward(
             launch(
                 backward_kernel,
                 worker_offsets.shape[0] - 1,
-                _key(args),
+                key_of(args),
                 (
                     ragged(flat(q), rows, heads, config.block_d),
                     ragged(k, KEYS // 2, 1, config.block_d),
@@ -81,14 +80,3 @@ def backward(
                 config.options,
             )
         return chosen(scaled(total, args.scale, q.dtype) if needs[0] else total, dk, dv, needs)
-
-
-def _key(args: AttentionArgs) -> Hashable | None:
-    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    tiles, worker_offsets = args.schedule
-    places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
-    q_type = None
-    if args.q_offsets is not None:
-        places |= args.q_offsets.data_ptr()
-        q_type = args.q_offsets.dtype
-    return None if places % 16 else (args.problem, args.k_offsets.dtype, q_type)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
 from jaggedtensor.kernels.shared.direct import launch
-from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, new_gradient, sum_of_shares
+from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, key_of, new_gradient, sum_of_shares
 from jaggedtensor.kernels.shared.ragged import device_of, ragged
 from jaggedtensor.problem import AttentionArgs
 
@@ -39,7 +38,7 @@ def backward(
         launch(
             broadcast_kernel,
             programs,
-            _key(args, grad_lse is not None),
+            key_of(args, grad_lse is not None),
             (
                 ragged(q, rows, heads, config.block_d),
                 ragged(k, config.block_n, 1, config.block_d),
@@ -66,10 +65,3 @@ def backward(
         )
         shares = shares.view(problem.kv_heads, config.workers, config.parts * ROWS, config.block_d)
         return chosen(sum_of_shares(shares, q, config.group), dk, dv, needs)
-
-
-def _key(args: AttentionArgs, with_lse: bool) -> Hashable | None:
-    """What the compiled kernel depends on; None if some pointer is not aligned. Results are new and aligned."""
-    tiles, worker_offsets = args.schedule
-    places = tiles.data_ptr() | worker_offsets.data_ptr() | args.k_offsets.data_ptr()
-    return None if places % 16 else (args.problem, args.k_offsets.dtype, with_lse)
