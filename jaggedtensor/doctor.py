@@ -58,6 +58,8 @@ IN_ANY_ORDER = {
     "jagged, in any order": _JAGGED,
     "jagged, causal, grouped heads, in any order": _JAGGED.with_options(causal=True, heads=4, dtype=torch.float16),
     "a query for each, in any order": _HALF.with_options(query=QueryKind.PER_SEQUENCE),
+    "jagged, narrow heads, in any order": _JAGGED.with_options(dim=64, value_dim=40, window=(200, 30)),
+    "jagged, block mask, in any order": _JAGGED.with_options(mask_share=0.6, heads=4),
 }
 CASES |= IN_ANY_ORDER
 
