@@ -45,12 +45,12 @@ class Config:
         keys = KEYS * (2 * self.block_d + self.block_dv) // 2
         queries = ROWS * (self.block_d + self.block_dv)
         elements = keys + queries + KEYS * ROWS // 2 + 2 * KEYS * PIECE // 2
-        barriers = 2 * 7 + 5 + 2 * 3 - 1 + 2 * 2
+        barriers = 2 * 7 + 7 + 2 * 3 + 2 * 2
         return 2 * elements + 4 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property
     def tensor_columns(self) -> int:
-        """Of tensor memory: S and dP, dV, dK. dQ lies over dP."""
+        """Of tensor memory: S and dP, dV, dK. dQ lies over S."""
         return 2 * ROWS + self.block_d + self.block_dv
 
     @property

@@ -11,27 +11,33 @@ twice as many keys, and so half of what it would send alone. For block n of 128 
     load rows      K, V at the start of a tile; Q(n+2), dO(n+2) by rows                       one warp each
     load columns   K at the start of a tile; dO(n+2), Q(n+1) by columns
     statistics     lse(n+2), delta(n+2)
-    mma            S(n+1)   dQ(n)  dK(n)   dP(n+1)   dV(n+1)   S(n+2)     of the lead CTA alone
-    compute                 P(n+1)                   dS(n+1)              eight warps: a key and 64 rows a thread
-    reduce                         dQ(n) out                              four warps; dV, dK at the end of a tile
+    mma            S(n+1)   dK(n)   dP(n+1)   dQ(n)   dV(n+1)   S(n+2)    of the lead CTA alone
+    compute                 P(n+1)                    dS(n+1)             eight warps: a key and 64 rows a thread
+    reduce                                            dQ(n) out           four warps; dV, dK at the end of a tile
 
 Tensor memory of each CTA, 512 columns of 128 lanes. P, in low precision, goes over the left half of S, dS over that of
-dP, and dQ, whose 64 rows take 64 columns of all lanes, over the right half of dP:
+dP, and dQ of the block before, whose 64 rows take 64 columns of all lanes, over the right half of S:
 
-    |  P S, 64  |  S, 64  |  dS dP, 64  |  dQ dP, 64  |  dV, 128  |  dK, 128  |
+    |  P S, 64  |  dQ S, 64  |  dS dP, 64  |  dP, 64  |  dV, 128  |  dK, 128  |
 
 Every operand has one buffer: it is filled again while the four other products of a block run. The barriers, and what
 orders the use of memory. Products run in order and a commit tells of all before it, to both CTAs. A barrier "of the
 pair" is the lead's: all arrive there, and the lead alone waits:
 
     scored      S(n) is complete; so is dV(n-1), which has read P(n-1)
-    weighted    of the pair: both CTAs have read S(n) and written P(n)
-    graded      dP(n) is complete; so are dQ(n-1) and dK(n-1), which have read dS(n-1)
+    read        of the pair: both CTAs have S(n) in registers, so that dQ(n-1) may go over its right half
+    weighted    of the pair: both have written P(n)
+    graded      dP(n) is complete; so is dK(n-1), which has read dS(n-1) in tensor memory
+    differed    of the pair: both have written dS(n) over dP(n)
     exchanged   dS(n) of a CTA's rows is in its shared memory, from both
-    differed    of the pair: both have written dS(n) over dP(n), and what was exchanged has been seen. The role that
-                issues products passes this on for its CTA, with the fence before tensor cores may read it
-    sums        dQ, dV, dK: full when complete; empty, of the pair, when reduce has them in registers. dP(n+1) waits for
-                dQ(n) to leave, and so for dV if a tile ends; the first dK of a tile waits for that of the tile before
+    received    of the pair: both have seen that. The role that issues products passes it on for its CTA, with the fence
+                before tensor cores may read it
+    sums        dQ, dV, dK: full when complete, dQ also for compute, which may then exchange the next dS; empty, of the
+                pair, when reduce has them in registers. S(n+2) waits for dQ(n) to leave, the first dV and dK of a tile
+                for those of the tile before
+
+So dK(n) and dP(n+1), for which compute waits, need not wait for the exchange of dS(n), and dQ(n) leaves while P(n+1)
+and dS(n+1) are computed.
 
 dQ is added to global memory in no order: who asks for the same bits every time is served by other kernels. TMA reads
 zeros past the end of a sequence and writes nothing there, so that a CTA may have keys of nobody: they have a P of at
@@ -128,7 +134,9 @@ class Scores:
     weighted: gl.shared_memory_descriptor  # of the pair
     graded: gl.shared_memory_descriptor
     differed: gl.shared_memory_descriptor  # of the pair
+    read: gl.shared_memory_descriptor  # of the pair
     exchanged: gl.shared_memory_descriptor
+    received: gl.shared_memory_descriptor  # of the pair
 
     @gluon.jit
     def low(self, wide):
@@ -143,12 +151,12 @@ class Sum:
 
     acc: tensor_memory_descriptor
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor | gl.constexpr  # of the pair; None for dV, which leaves before dQ does
+    empty: gl.shared_memory_descriptor  # of the pair
 
 
 @aggregate
 class Sums:
-    dq: Sum  # [128, D] of a block, over the right half of dP
+    dq: Sum  # [128, D] of a block, over the right half of S
     dv: Sum  # [256, Dv]
     dk: Sum  # [256, D]
 
@@ -247,22 +255,28 @@ class Block:
 
 
 @gluon.jit
-def issue_late(block, cells, scores, sums):
-    """What comes of dS of a block: dQ, and dK."""
-    ds = scores.ds.index(opaque_zero(block.turn))
-    mbarrier.expect(scores.exchanged, ds.nbytes_per_cta)
-    mbarrier.wait(scores.exchanged, block.turn & 1)
-    fence_async_shared()
-    mbarrier.arrive(scores.differed, count=1)  # for what this CTA was sent
+def issue_keys(block, cells, scores, sums):
+    """dK of a block, from dS in tensor memory."""
     mbarrier.wait(scores.differed, block.turn & 1)
-    k_columns = cells.k_columns.filled(block.number)
-    tcgen05_mma(ds.permute((1, 0)), k_columns, sums.dq.acc, use_acc=False, mbarriers=[sums.dq.full])
-    tcgen05_commit(cells.k_columns.empty, pred=block.last)
     q_columns = cells.q_columns.filled(block.turn)
     mbarrier.wait(sums.dk.empty, (block.number & 1) ^ 1)
     dk, q_empty = sums.dk.acc, cells.q_columns.empty
     tcgen05_mma(scores.low(scores.dp), q_columns, dk, use_acc=block.first == 0, mbarriers=[q_empty])
     tcgen05_commit(sums.dk.full, pred=block.last)
+
+
+@gluon.jit
+def issue_queries(block, cells, scores, sums):
+    """dQ of a block, from the dS that the CTAs have exchanged."""
+    ds = scores.ds.index(opaque_zero(block.turn))
+    mbarrier.expect(scores.exchanged, ds.nbytes_per_cta)
+    mbarrier.wait(scores.exchanged, block.turn & 1)
+    fence_async_shared()
+    mbarrier.arrive(scores.received, count=1)
+    mbarrier.wait(scores.received, block.turn & 1)
+    k_columns = cells.k_columns.filled(block.number)
+    tcgen05_mma(ds.permute((1, 0)), k_columns, sums.dq.acc, use_acc=False, mbarriers=[sums.dq.full])
+    tcgen05_commit(cells.k_columns.empty, pred=block.last)
 
 
 @gluon.jit
@@ -275,26 +289,32 @@ def mma_role(schedule, cells, scores, sums, C: gl.constexpr):
         for n in range(count):
             block = Block(gl.to_tensor(turn), t - begin, n == 0, n + 1 == count)
             k_rows, q_rows = cells.k_rows.filled(block.number), cells.q_rows.filled(turn)
+            mbarrier.wait(sums.dq.empty, turn & 1, pred=turn > 1)  # of the block before the last
             both = [scores.scored, cells.q_rows.empty]
             tcgen05_mma(k_rows, q_rows.permute((1, 0)), scores.s, use_acc=False, mbarriers=both)
             tcgen05_commit(cells.k_rows.empty, pred=block.last)
             if turn > 0:
-                issue_late(late, cells, scores, sums)
-            late = block
+                issue_keys(late, cells, scores, sums)
             v_rows, grad_rows = cells.v_rows.filled(block.number), cells.grad_rows.filled(turn)
-            mbarrier.wait(sums.dq.empty, (turn & 1) ^ 1)
             both = [scores.graded, cells.grad_rows.empty]
             tcgen05_mma(v_rows, grad_rows.permute((1, 0)), scores.dp, use_acc=False, mbarriers=both)
             tcgen05_commit(cells.v_rows.empty, pred=block.last)
+            if turn > 0:
+                mbarrier.wait(scores.read, turn & 1)
+                issue_queries(late, cells, scores, sums)
             grad_columns = cells.grad_columns.filled(turn)
+            mbarrier.wait(sums.dv.empty, (block.number & 1) ^ 1)
             mbarrier.wait(scores.weighted, turn & 1)
             dv, grad_empty = sums.dv.acc, cells.grad_columns.empty
             tcgen05_mma(scores.low(scores.s), grad_columns, dv, use_acc=block.first == 0, mbarriers=[grad_empty])
             tcgen05_commit(sums.dv.full, pred=block.last)
+            late = block
             turn += 1
         walk = walk.next(t)
     if begin < end:
-        issue_late(late, cells, scores, sums)
+        issue_keys(late, cells, scores, sums)
+        mbarrier.wait(sums.dq.empty, turn & 1, pred=turn > 1)
+        issue_queries(late, cells, scores, sums)
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -307,6 +327,7 @@ def write_weights(scores, shifts, scale_log2, limits, row, turn):
     mbarrier.wait(scores.scored, turn & 1)
     s = scores.s.load()
     gl.barrier()  # P goes over what other warps have read
+    mbarrier.arrive(scores.read, count=1)
     if limits is not None:
         s = limits.applied(s, row)
     shift = shifts.buffer.load(gl.SliceLayout(0, s.type.layout))
@@ -319,7 +340,7 @@ def write_weights(scores, shifts, scale_log2, limits, row, turn):
 
 
 @gluon.jit
-def write_differences(p, scores, deltas, turn):
+def write_differences(p, scores, dq_full, deltas, turn):
     """dS of a block, published."""
     mbarrier.wait(deltas.full, turn & 1)
     mbarrier.wait(scores.graded, turn & 1)
@@ -327,16 +348,19 @@ def write_differences(p, scores, deltas, turn):
     gl.barrier()
     delta = deltas.buffer.load(gl.SliceLayout(0, dp.type.layout))
     ds = rounded(mul2(p, sub2(dp, gl.expand_dims(delta, 0))), scores.ds.dtype)
-    async_store(scores.ds.index(0), ds, scores.exchanged)
     target = scores.low(scores.dp)
     target.store(gl.convert_layout(ds, target.get_reg_layout(), assert_trivial=True))
     mbarrier.arrive(scores.differed, count=1)
+    mbarrier.wait(dq_full, (turn & 1) ^ 1)  # dQ of the block before has read its dS
+    async_store(scores.ds.index(0), ds, scores.exchanged)
     mbarrier.arrive(deltas.empty, count=1)
 
 
 @gluon.jit
-def compute_role(schedule, scores, lines, scale_log2, window, C: gl.constexpr):
+def compute_role(schedule, scores, dq_full, lines, scale, C: gl.constexpr):
+    """`scale`: in log2 units, and the window."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, scores.s.get_reg_layout())
+    scale_log2, window = scale
     shifts, deltas = lines
     walk, begin, end = start_key_walk(schedule, C)
     turn = 0
@@ -347,7 +371,7 @@ def compute_role(schedule, scores, lines, scale_log2, window, C: gl.constexpr):
             limits = limits_of(tile.kv_begin, walk.span, window, LAYOUT, C)
         for n in range(tile.q_end - tile.q_begin):
             weights = write_weights(scores, shifts, scale_log2, limits, walk.rows(n, C) * ROWS, turn)
-            write_differences(weights, scores, deltas, turn)
+            write_differences(weights, scores, dq_full, deltas, turn)
             turn += 1
         walk = walk.next(t)
 
@@ -393,7 +417,7 @@ def store_keys(out, number, desc, walk, staging, scale):
     mbarrier.wait(out.full, number & 1)
     for i in gl.static_range(PIECES):
         x = out.acc.slice(i * PIECE, PIECE).load()
-        if i + 1 == PIECES and out.empty is not None:
+        if i + 1 == PIECES:
             mbarrier.arrive(out.empty, count=1)
         buffer = buffers.index(i % 2)
         tma.store_wait(1)
@@ -501,15 +525,15 @@ def pair_kernel(
         new_barrier(1),
         new_barrier(1, True),
         new_barrier(1),
-        new_barrier(2, True),
+        new_barrier(1, True),
+        new_barrier(1, True),
         new_barrier(1),
+        new_barrier(1, True),
     )
     dq_layout: gl.constexpr = TensorMemoryLayout([ROWS // 2, C.block_d], 1, BY_ROWS, True)
-    halves = reinterpret(scores.dp, gl.float32, [2, ROWS, C.block_d], dq_layout)
+    halves = reinterpret(scores.s, gl.float32, [2, ROWS, C.block_d], dq_layout)
     sums = Sums(
-        make_sum(halves.index(1)),
-        Sum(make_accumulator(C.block_dv), new_barrier(1), None),
-        make_sum(make_accumulator(C.block_d)),
+        make_sum(halves.index(1)), make_sum(make_accumulator(C.block_dv)), make_sum(make_accumulator(C.block_d))
     )
     staging = gl.allocate_shared_memory(gl.float32, [4] + dq.block_shape, dq.layout)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
@@ -518,7 +542,7 @@ def pair_kernel(
     gl.warp_specialize(
         [
             (reduce_role, (schedule, (dq, dk, dv), sums, staging, scale, C)),
-            (compute_role, (schedule, scores, (shifts, deltas), scale_log2, (left, right), C)),
+            (compute_role, (schedule, scores, sums.dq.full, (shifts, deltas), (scale_log2, (left, right)), C)),
             (mma_role, (schedule, cells, scores, sums, C)),
             (load_rows_role, (schedule, (k_rows, v_rows, q_rows, grad_rows), cells, C)),
             (load_columns_role, (schedule, (k_columns, q_columns, grad_columns), cells, C)),
