@@ -32,6 +32,14 @@ EQUIVALENT = {
     "Channel.slot: next self.buffers.index(at.index * self.parts + part) in "
     "buffer = self.buffers.index(at.index * self.parts + part)": "all roles go round the ring from one place on",
     "Slot.publish: delete mbarrier.arrive(self.full, count=1)": "nothing in this family publishes",
+    **{
+        f"new_barriers: {mutant}": "no kernel of this family has barriers without buffers"
+        for mutant in (
+            "delete mbarrier.init(barriers.index(i), count=count)",
+            "one more in mbarrier.init(barriers.index(i), count=count)",
+            "first barriers.index(i) in mbarrier.init(barriers.index(i), count=count)",
+        )
+    },
 }
 
 FAMILY = Family(
