@@ -41,12 +41,12 @@ class Reason:
 _BROADCAST, _FORWARD = "blackwell/attention_bwd_broadcast", "blackwell/attention_fwd"
 _PAIR, _GENERAL = "blackwell/attention_bwd_2cta", "blackwell/attention_bwd_1cta"
 _RESCALE = Reason(
-    "a barrier around each piece of O, of which three quarters are passed over where no peak grows; who it is among "
-    "threads and rows is read again",
-    1.35,
+    "a barrier around each half of O, passed over where no peak grows; with Triton 3.8 a vote by shuffles; who "
+    "it is among threads and rows is read again",
+    1.25,
     2,
 )
-_PRODUCTS = "P comes in parts, and a branch goes around a lane without rows; there are 2048 cycles to issue in"
+_PRODUCTS = "P comes in parts, whose addresses are worked out each; there are 1024 cycles and more to issue in"
 _LOADS = Reason("one warp that waits for slots and has 1000 cycles and more for a trip, with block masks too", 1.8)
 _CONSTANTS = "numbers that stay the same for all tiles are read again"
 
@@ -56,7 +56,8 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_FORWARD, "correct_tiles_role"): _RESCALE,
     (_FORWARD, "correct_wide_role"): Reason(_CONSTANTS, loads=1),
     (_FORWARD, "mma_streams_role"): Reason(_PRODUCTS, 1.3),
-    (_FORWARD, "mma_tiles_role"): Reason(_PRODUCTS, 1.35),
+    (_FORWARD, "mma_streams_role", "e4m3"): Reason(f"{_PRODUCTS}; half the products share the rest", 1.45),
+    (_FORWARD, "mma_tiles_role"): Reason(_PRODUCTS, 1.25),
     (_FORWARD, "load_role"): _LOADS,
     (_FORWARD, "softmax_role"): Reason(
         "on SM103 FlashAttention-4's loads from tensor memory find the peak (LDTM.STAT), ours are plain", 1.1
