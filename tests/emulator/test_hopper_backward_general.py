@@ -123,6 +123,7 @@ def run(case: Case, order: str, seed: int):
     batch_step, head_step, row_step = steps
     most_blocks = q_rows // rows + batch + 1
     turns = torch.zeros(case.kv_heads * most_blocks, dtype=torch.int32)
+    teams = math.gcd(case.kv_heads, worker_offsets.shape[0] - 1)
     report = emulate(
         backward_kernel,
         (worker_offsets.shape[0] - 1,),
@@ -134,8 +135,8 @@ def run(case: Case, order: str, seed: int):
         head_step,
         turns,
         most_blocks,
-        case.kv_heads,
-        math.gcd(case.kv_heads, worker_offsets.shape[0] - 1),
+        case.kv_heads // teams,
+        teams,
         tiles,
         worker_offsets,
         queries.offsets() if case.jagged else None,

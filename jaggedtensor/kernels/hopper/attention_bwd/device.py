@@ -92,7 +92,7 @@ class Tiles:
     head one after the other: all CTAs work on few heads at a time, and what they read and add to stays in L2."""
 
     schedule: Schedule
-    heads: gl.tensor  # of keys
+    each: gl.tensor  # heads of keys of a team
     teams: gl.tensor
 
     @gluon.jit
@@ -106,10 +106,11 @@ class Tiles:
         sequence, head, block = gl.maximum(gl.load(row), 0), gl.load(row + 1), gl.load(row + 4)
         span = read_span(self.schedule, sequence)
         if C.by_head:
-            each = self.heads // self.teams
-            number = (block * each + head % each) * self.teams + head // each
+            team = head // self.each
+            number = (block * self.each + head - team * self.each) * self.teams + team
             blocks = (span.k_count + KEYS - 1) // KEYS
-            head, block = number // blocks, number % blocks
+            head = number // blocks
+            block = number - head * blocks
         return Tile(sequence, head, gl.load(row + 2), gl.load(row + 3), block), span
 
 
@@ -429,7 +430,7 @@ def beside(channel, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constex
         "stat_row",
         "stat_head",
         "turn_head",
-        "kv_heads",
+        "team_heads",
         "teams",
         "left",
         "right",
@@ -450,7 +451,7 @@ def backward_kernel(
     stat_head,  # strides of both
     turns,  # int32, zeros to count in: see Turns; without turns, anything
     turn_head,
-    kv_heads,
+    team_heads,
     teams,  # of CTAs: see Tiles
     tiles,  # of the schedule, by keys
     worker_offsets,
@@ -482,7 +483,7 @@ def backward_kernel(
         make_channel(gl.float32, [ROWS, HALF], single, 1, 1, 1, 2),
         done,
     )
-    work = Tiles(Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None), kv_heads, teams)
+    work = Tiles(Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None), team_heads, teams)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
     scales, window = (scale_log2, scale), (left, right)
     gl.warp_specialize(
