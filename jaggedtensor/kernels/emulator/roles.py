@@ -5,7 +5,7 @@ their own. An order picks among roles that can run and operations that can land;
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -320,7 +320,7 @@ class Cluster(Machine):
     def switch(self) -> None:
         self.main.switch()
 
-    def run(self) -> Iterator[None]:
+    def run(self) -> Generator[None, None, None]:
         """A step at a time, until every role is done, or none can go on."""
         limit = self.launch.max_steps
         try:
