@@ -75,7 +75,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_BROADCAST, "load_keys_role"): _LOADS,
     (_PAIR, "mma_role"): Reason(
         f"each operand has one buffer, whose release is a commit of its own; 2688 cycles to issue in; {_CONSTANTS}",
-        1.4,
+        1.45,
         3,
     ),
     (_PAIR, "compute_role", "window"): Reason("a mask, which blocks that every row sees pass over", 1.4, 6),
