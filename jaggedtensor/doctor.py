@@ -27,8 +27,10 @@ from filelock import FileLock
 
 from jaggedtensor import env
 from jaggedtensor.kernels.dispatch import BACKENDS, by_name, triton_version
-from jaggedtensor.ops.attention import _window
+from jaggedtensor.ops.attention import _window, attend
+from jaggedtensor.ops.fp8 import attend_fp8, dequantize_fp8, quantize_fp8
 from jaggedtensor.problem import AttentionProblem, QueryKind
+from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase, assert_attention_within_budget
 from jaggedtensor.testing.guards import poison_free_memory
 from jaggedtensor.version import __version__
@@ -61,7 +63,13 @@ IN_ANY_ORDER = {
     "jagged, narrow heads, in any order": _JAGGED.with_options(dim=64, value_dim=40, window=(200, 30)),
     "jagged, block mask, in any order": _JAGGED.with_options(mask_share=0.6, heads=4),
 }
-CASES |= IN_ANY_ORDER
+# Forward alone, by `attend_fp8`.
+IN_8_BITS = {
+    "in 8 bits": _HALF,
+    "in 8 bits, jagged, causal, grouped heads": _JAGGED.with_options(causal=True, heads=4, dim=64, value_dim=64),
+    "in 8 bits, wide heads": _JAGGED.with_options(dim=256, value_dim=256),
+}
+CASES |= IN_ANY_ORDER | IN_8_BITS
 
 
 class Verdict(NamedTuple):
@@ -88,6 +96,8 @@ class Verdict(NamedTuple):
 def run_case(name: str, backend: str, device: str) -> Verdict:
     """Run a case here, in this process."""
     case = CASES[name]
+    if name in IN_8_BITS:
+        return _run_in_8_bits(name, backend, device)
     q, k, v = case.inputs(device)
     values = (q if isinstance(q, torch.Tensor) else q.values(), k.values(), v.values())
     left, right = _window(case.causal, case.window)
@@ -110,6 +120,45 @@ def run_case(name: str, backend: str, device: str) -> Verdict:
         elif not all(torch.equal(a, b) for a, b in zip(first, got, strict=True)):
             return Verdict(name, "differs", "the same inputs gave other bits")
     return Verdict(name, "right")
+
+
+def _run_in_8_bits(name: str, backend: str, device: str) -> Verdict:
+    """Against float64 attention of the values that the operands stand for: weights may be wrong by 1 / 16 each."""
+    case = CASES[name]
+    operands: Any = case.inputs()
+    quantised: list[Any] = [quantize_fp8(x.detach()) for x in operands]
+    here = [x.to(device) for x, _ in quantised]
+    packed_q, packed_k, packed_v = (_dense(x) for x in here)
+    q_offsets = here[0].offsets() if isinstance(here[0], JaggedTensor) else None
+    left, right = _window(case.causal, case.window)
+    lacks = by_name(backend).lacks(AttentionProblem.of(packed_q, packed_k, packed_v, q_offsets, left, right, False))
+    if lacks:
+        return Verdict(name, "not served", ", ".join(lacks))
+    q, k, v = (dequantize_fp8(x, scale, torch.float64) for x, scale in quantised)
+    exact, exact_lse = (_dense(x) for x in attend(q, k, v, causal=case.causal, return_lse=True))
+    size = _dense(attend(q, k, v.map_values(torch.abs), causal=case.causal))
+    scales = [scale.to(device) for _, scale in quantised]
+    first: Any = None
+    for _ in range(REPEATS):
+        if device != "cpu":
+            poison_free_memory(1 << 26, device)
+        result = attend_fp8(*here, scales=scales, causal=case.causal, return_lse=True, backend=backend)
+        out, lse = (_dense(x).cpu().double() for x in result)
+        if first is not None:
+            if not (torch.equal(first[0], out) and torch.equal(first[1], lse)):
+                return Verdict(name, "differs", "the same inputs gave other bits")
+            continue
+        first, error = (out, lse), (out - exact).abs()
+        share = float(error.norm() / exact.norm())
+        if not ((error <= size / 16 + 1e-2).all() and share <= 0.04):
+            return Verdict(name, "wrong", f"out is off by up to {error.max():.3g}, by {share:.3g} of its norm")
+        if not torch.allclose(lse, exact_lse, rtol=1e-5, atol=1e-3):
+            return Verdict(name, "wrong", "lse is wrong")
+    return Verdict(name, "right")
+
+
+def _dense(x: Any) -> torch.Tensor:
+    return x.values() if isinstance(x, JaggedTensor) else x
 
 
 # -- the parent ------------------------------------------------------------------------------------------------------

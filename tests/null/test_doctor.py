@@ -1,6 +1,7 @@
 """The doctor tells kernels that hang, crash, lie or waver from good ones, and dispatch listens to it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,27 @@ def test_each_fault_is_named_and_a_good_kernel_passes(tmp_path):
     assert "out of AttentionCase" in found["a query for each"].said
     assert "status -11" in found["few rows, grouped heads"].said
     assert [v.is_well for v in found.values()] == [name == "jagged" for name in found]
+
+
+def test_8_bits_are_held_to_what_rounding_the_weights_may_do(monkeypatch):
+    name = "in 8 bits, jagged, causal, grouped heads"
+    assert doctor.run_case(name, "cpu", "cpu").word == "not served"  # but dequantised
+    monkeypatch.setattr(doctor, "by_name", lambda name: SimpleNamespace(lacks=lambda problem: []))
+    assert doctor.run_case(name, "cpu", "cpu").word == "right"
+    attend_fp8, calls = doctor.attend_fp8, []
+
+    def lies(out=1.0, lse=0.0, later=0.0):
+        def attend(*args, **options):
+            calls.append(args)
+            good, good_lse = attend_fp8(*args, **options)
+            return good.map_values(lambda x: x * (out + later * len(calls))), good_lse + lse
+
+        monkeypatch.setattr(doctor, "attend_fp8", attend)
+        return doctor.run_case(name, "cpu", "cpu")
+
+    assert lies(out=1.1).said.endswith("of its norm")
+    assert lies(lse=0.1).said == "lse is wrong"
+    assert lies(out=1.0 - 0.01 * len(calls), later=0.01).word == "differs"
 
 
 def test_what_a_backend_does_not_serve_is_no_fault_but_no_pass_either(cache):
