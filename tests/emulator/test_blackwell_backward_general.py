@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-IN_EVERY_ORDER = 3  # cases; each of the others has two of the six
+IN_EVERY_ORDER = 2  # cases; each of the others has two of the six
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -130,7 +130,7 @@ def drawn_cases(draw):
     )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(case=drawn_cases(), order=st.sampled_from(ORDERS), seed=st.integers(0, 100))
 def test_any_batch(case, order, seed):
     family.run(case, order, seed)
