@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jaggedtensor.errors import fail
 from jaggedtensor.kernels.blackwell.attention_fwd.config import ROWS, Config, select
 from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel, merge_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
-from jaggedtensor.kernels.shared.ragged import MOST_ROWS, device_of, ragged, takes
+from jaggedtensor.kernels.shared.forwards import (
+    MANY,
+    SMALLEST_SCALE,
+    Call,
+    check_rows,
+    log2_units,
+    merge_parts,
+    new_parts,
+)
+from jaggedtensor.kernels.shared.ragged import device_of, ragged, takes
 from jaggedtensor.problem import AttentionArgs, Quantised
-
-SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
-MANY = 512
-
-
-class Call(NamedTuple):
-    """What calls of the same problem, strides and scale have in common."""
-
-    variant: Variant
-    blocks: tuple[tuple[int, int, int], ...]  # of q, k, v and out: rows, heads, columns
-    steps: tuple[int, int, int]  # of lse: batch, row, head
-    ends: tuple[Any, ...]  # the last arguments
-    merge: Variant
-    config: Config
-
 
 _CALLS: dict[Any, Call] = {}  # a model has a few
 
@@ -57,11 +50,7 @@ def forward(
     if args.scale < 0:
         q = -q if quantised is None else (q.view(torch.uint8) ^ 0x80).view(q.dtype)
     q_offsets, k_offsets = args.q_offsets, args.k_offsets
-    most = max(k.shape[0], q.shape[0], args.batch_size * (problem.q_len or 0))
-    if most > MOST_ROWS.value:
-        fail(
-            "rows of a tensor", f"at most {MOST_ROWS.value}", most, "use backend='portable'", error=NotImplementedError
-        )
+    check_rows(args)
     with device_of(k):
         out, lse = outputs(args, None if quantised is None else quantised.out_dtype)
         if out.numel() == 0 or not tiles.shape[0]:
@@ -86,12 +75,9 @@ def forward(
             chosen = select(problem) if config is None else config
             call = _CALLS[key] = _prepare(args, lse, replace(chosen, splits=splits))
         descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, rows), call.blocks, strict=True)]
-        q_len, parts = problem.q_len or 0, _NO_PARTS
         programs = tiles.shape[0] if call.config.answers else worker_offsets.shape[0] - 1
-        if splits:  # a CTA has two cut tiles at most
-            slots, columns = 2 * programs * call.config.block_m, call.config.block_dv
-            parts = q.new_empty(slots, columns, dtype=torch.float32), q.new_empty(slots, dtype=torch.float32)
-        ends = (q_offsets, k_offsets, q_len)
+        parts = new_parts(q, programs, call.config, splits)
+        ends = (q_offsets, k_offsets, problem.q_len or 0)
         listed = more[0] if problem.masked else None
         scale, coarse, *rest = call.ends
         arguments = (
@@ -99,15 +85,11 @@ def forward(
         )  # fmt: skip
         call.variant.launch(programs, descriptors, arguments, not places % 16)
         if splits:
-            merges = more[0]
-            programs = merges.shape[0] * (call.config.block_m // call.config.merge_rows)
-            arguments = (out, lse, *call.steps, *parts, merges, *ends, call.config)
-            call.merge.launch(programs, (), arguments, not (places | merges.data_ptr()) % 16)
+            merge_parts(call, args, out, lse, parts, more[0], places)
     return out, lse
 
 
-_NO_PARTS: tuple[Tensor | None, Tensor | None] = (None, None)
-_NO_TABLES = _NO_PARTS
+_NO_TABLES: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
@@ -118,10 +100,8 @@ def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
 def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
     problem = args.problem
     steps = (lse.stride(0), lse.stride(2), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0), lse.stride(1))
-    scale = max(abs(args.scale) * math.log2(math.e), SMALLEST_SCALE)
     rows = (ROWS // config.group, config.group)
     query, keys, out = (*rows, config.block_d), (config.block_n, 1, config.block_d), (*rows, config.out_columns)
-    coarse = 2.0 ** round(math.log2(scale))
-    ends = (scale, coarse, problem.left, problem.right, config)
+    ends = (*log2_units(args.scale), problem.left, problem.right, config)
     variant, merge = Variant(forward_kernel, config.options), Variant(merge_kernel, config.options)
     return Call(variant, (query, keys, keys, out), steps, ends, merge, config)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jaggedtensor.errors import fail
 from jaggedtensor.kernels.hopper.attention_fwd.config import Config, select
 from jaggedtensor.kernels.hopper.attention_fwd.device import forward_kernel, merge_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
-from jaggedtensor.kernels.shared.ragged import MOST_ROWS, ragged, strides_fit
+from jaggedtensor.kernels.shared.forwards import MANY, Call, check_rows, log2_units, merge_parts, new_parts
+from jaggedtensor.kernels.shared.ragged import ragged, strides_fit
 from jaggedtensor.problem import AttentionArgs
-
-SMALLEST_SCALE = 1e-30  # in place of 0: scores count for nothing, and -inf stays -inf
-MANY = 512
-
-
-class Call(NamedTuple):
-    """What calls of the same problem, strides and scale have in common."""
-
-    variant: Variant
-    blocks: tuple[tuple[int, int, int], ...]  # of q, k, v and out: rows, heads, columns
-    steps: tuple[int, int, int]  # of lse: batch, row, head
-    ends: tuple[Any, ...]  # the last arguments
-    merge: Variant
-    config: Config
-
 
 _CALLS: dict[Any, Call | None] = {}  # a model has a few; None: operands that TMA cannot address
 
@@ -70,18 +54,12 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
             return out, lse
     else:  # what no tile writes is filled by the kernel
         out, lse = q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=torch.float32)
-    most = max(k.shape[0], q.shape[0], args.batch_size * (problem.q_len or 0))
-    if most > MOST_ROWS.value:
-        fail(
-            "rows of a tensor", f"at most {MOST_ROWS.value}", most, "use backend='portable'", error=NotImplementedError
-        )
+    check_rows(args)
     places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
     if q_offsets is not None:
         places |= q_offsets.data_ptr()
-    workers, parts = worker_offsets.shape[0] - 1, _NO_PARTS
-    if splits:  # a CTA has two cut tiles at most
-        rows = 2 * workers * call.config.block_m
-        parts = (q.new_empty(rows, call.config.block_dv, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32))
+    workers = worker_offsets.shape[0] - 1
+    parts = new_parts(q, workers, call.config, splits)
     call.variant.launch(
         workers,
         [_descriptor(x, block) for x, block in zip((q, k, v, out), call.blocks, strict=True)],
@@ -92,15 +70,11 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         not places % 16,
     )  # fmt: skip
     if splits:
-        merges = more[0]
-        arguments = (out, lse, *call.steps, *parts, merges, q_offsets, k_offsets, problem.q_len or 0, call.config)
-        programs = merges.shape[0] * (call.config.block_m // call.config.merge_rows)
-        call.merge.launch(programs, (), arguments, not (places | merges.data_ptr()) % 16)
+        merge_parts(call, args, out, lse, parts, more[0], places)
     return out, lse
 
 
 _UNKNOWN: Any = object()
-_NO_PARTS: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def _descriptor(x: Tensor, block: tuple[int, int, int]) -> Descriptor:
@@ -117,9 +91,8 @@ def _prepare(args: AttentionArgs, config: Config) -> Call | None:
     # Of lse, which is new: [B, Hq, Lq] or [rows, Hq].
     *_, first, second = args.lse_shape
     steps = (0, second, 1) if args.q_offsets is not None else (first * second, 1, second)
-    scale = max(args.scale * math.log2(math.e), SMALLEST_SCALE)
     query, key = (config.rows // config.group, config.group), (config.block_n, 1)
     blocks = ((*query, config.block_d), (*key, config.block_d), (*key, config.block_dv), (*query, config.block_dv))
-    ends = (scale, 2.0 ** round(math.log2(scale)), problem.left, problem.right, config)
+    ends = (*log2_units(args.scale), problem.left, problem.right, config)
     merge = Variant(merge_kernel, {"num_warps": 4, "enable_fp_fusion": True})
     return Call(Variant(forward_kernel, config.options), blocks, steps, ends, merge, config)
