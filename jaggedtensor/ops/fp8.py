@@ -165,7 +165,7 @@ def attend_fp8(
                 out, lse = out.squeeze(-2), lse.squeeze(1)
             result = query._of(out, query.layout) if isinstance(query, JaggedTensor) else out
             return (result, lse) if return_lse else result
-    wide = torch.float64 if backend == "reference" else torch.float32 if k.device.type == "cpu" else torch.bfloat16
+    wide = torch.float64 if backend == "reference" else wide_dtype(k.device.type)
     dequantised: list[Any] = [query, key, value]
     dequantised = [dequantize_fp8(x, s, wide) for x, s in zip(dequantised, scales, strict=True)]
     result, lse = attend(
@@ -174,6 +174,11 @@ def attend_fp8(
     )  # fmt: skip
     result, lse = result.to(out_dtype), lse.float()
     return (result, lse) if return_lse else result
+
+
+def wide_dtype(device: str) -> torch.dtype:
+    """What operands are dequantised to on a device of a type."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def choose_fp8(problem: AttentionProblem, backend: str | None = None) -> tuple[Choice, bool]:
@@ -190,8 +195,7 @@ def choose_fp8(problem: AttentionProblem, backend: str | None = None) -> tuple[C
             return choose(problem), True
         except NotImplementedError:  # not examined
             whole = {name: ["has not passed python -m jaggedtensor.doctor on such a GPU here"] for name in whole}
-    wide = torch.float32 if problem.device.type == "cpu" else torch.bfloat16
-    choice = choose(replace(problem, dtype=wide), backend)
+    choice = choose(replace(problem, dtype=wide_dtype(problem.device.type)), backend)
     over = {f"{name} in 8 bits": why for name, why in whole.items()} if backend is None else {}
     return Choice(choice.implementation, choice.passed_over | over), False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from jaggedtensor.block_masks import MASK_BLOCK, check_block_mask
 from jaggedtensor.errors import check_tensor, fail
 from jaggedtensor.kernels.dispatch import Choice, choose
 from jaggedtensor.layout import JaggedLayout
-from jaggedtensor.ops.attention import Window, _autocast, _backend, _check_ranks, _check_shapes, _window
+from jaggedtensor.ops.attention import _DTYPES, Window, _autocast, _backend, _check_ranks, _check_shapes, _window
+from jaggedtensor.ops.fp8 import E4M3, choose_fp8, wide_dtype
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, Device, QueryKind, tf32_allowed
 from jaggedtensor.schedules.simulate import Simulation, simulate
 from jaggedtensor.schedules.types import ScheduleKind, Tile, TileAxis, TileSchedule
@@ -226,7 +227,7 @@ class Plan:
         p, size = self.problem, self.problem.dtype.itemsize
         q_rows = int(self.q_lengths.sum())
         query = size * p.q_heads * p.head_dim * (p.q_len or 0 if p.query is QueryKind.BROADCAST else q_rows)
-        out = size * q_rows * p.q_heads * p.value_dim
+        out = max(size, 2) * q_rows * p.q_heads * p.value_dim
         lse = q_rows * p.q_heads * (8 if p.dtype == torch.float64 else 4)
         keys = size * self.tokens * p.kv_heads * p.head_dim
         values = 0 if self.same_values else size * self.tokens * p.kv_heads * p.value_dim
@@ -237,7 +238,7 @@ class Plan:
         if self.machine is None:
             return None
         moving = self.least_bytes[backward] / self.machine.bandwidth
-        computing = self.flops[backward] / self.machine.flops
+        computing = self.flops[backward] / (self.machine.flops * (2 if self.problem.dtype == E4M3 else 1))
         return max((moving, "memory"), (computing, "compute"))
 
     # -- telling
@@ -326,6 +327,8 @@ class Plan:
         over = "; ".join(f"{name} {' and '.join(why)}" for name, why in self.choice.passed_over.items())
         kernels = [self.choice.implementation.name + (f" (passed over: {over})" if over else "")]
         backward = self.choice.implementation.backward_told(self.problem)
+        if self.problem.dtype == E4M3:
+            backward = "none: in 8 bits there is no gradient"
         return [*kernels, f"backward  {backward}"] if backward else kernels
 
     # -- drawing
@@ -360,7 +363,7 @@ def explain(
     if one_head:
         q, k, v = q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2)
     q, k, v = _autocast(q, k, v)
-    _check_shapes(q, k, v)
+    _check_shapes(q, k, v, (*_DTYPES, E4M3))  # the last for `attend_fp8`
     left, right = _window(causal, window)
     q_layout = query.layout if isinstance(query, JaggedTensor) else None
     if q_layout is not None and q_layout.batch_size != keys.batch_size:
@@ -408,7 +411,11 @@ def plan_of(
     query = None if q_lengths is None else JaggedLayout.from_lengths(q_lengths.to(torch.int64))
     choice, refusal, schedules = None, "", []
     try:
-        choice = choose(problem, backend)
+        if problem.dtype == E4M3:
+            choice, whole = choose_fp8(problem, backend)
+            problem = problem if whole else replace(problem, dtype=wide_dtype(problem.device.type))
+        else:
+            choice = choose(problem, backend)
     except NotImplementedError as error:
         refusal = str(error)
     if choice is not None:
@@ -416,7 +423,8 @@ def plan_of(
         asked = (problem, layout, query, layout.num_tokens, q_rows)
         choice.implementation.schedules(*asked, False, block_mask)
         forward = len(layout.made)
-        choice.implementation.schedules(*asked, True, block_mask)  # forward again, and backward
+        train = problem.dtype != E4M3
+        choice.implementation.schedules(*asked, train, block_mask)  # forward again, and backward
         for number, schedule in enumerate(layout.made):
             if number not in range(forward, 2 * forward):
                 direction = "forward" if number < forward else "backward"

@@ -35,7 +35,6 @@ COMPILED = [
     ("sm_100", "broadcast 128, cut tiles"),
     ("sm_100", "broadcast 128, e4m3"),
     ("sm_100", "jagged 128, e4m3"),
-    ("sm_103", "jagged 128, e4m3"),
     ("sm_100", "jagged 64, window, groups of 4, e4m3"),
     ("sm_100", "broadcast 256, e4m3"),
 ]

@@ -187,3 +187,16 @@ def test_who_serves_8_bits(monkeypatch):
     assert "multiples of 16), not 72 and 128" in choice.passed_over["blackwell in 8 bits"][0]
     with pytest.raises(NotImplementedError, match=r"multiples of 16\), not 72 and 128"):
         choose_fp8(replace(problem, head_dim=72), "blackwell")
+
+
+def test_explain_says_who_takes_8_bits_and_who_dequantises():
+    query, keys, _ = operands()
+    (q8, _), (k8, _) = quantize_fp8(query), quantize_fp8(keys)
+    told = str(k8.explain(q8, device="h200"))
+    assert "bfloat16" in told
+    assert "hopper (passed over:" in told
+    assert "blackwell in 8 bits needs compute capability 10.x, not 9.0" in told
+    told = str(k8.explain(q8, device="b200", backend="blackwell"))
+    assert "float8_e4m3fn" in told
+    assert "none: in 8 bits there is no gradient" in told
+    assert "float32" in str(k8.explain(q8))
