@@ -26,6 +26,8 @@ INSTRUCTIONS = {
     "store wait": 2.0,
     "mma wait": 1.0,
     "fence": 1.0,
+    "tmem load": 2.0,  # of many columns each
+    "tmem store": 2.0,
 }
 WGMMA_INSTRUCTIONS = 3.0  # for each of K = 16: descriptors and the product
 TCGEN05_INSTRUCTIONS = 6.0

@@ -366,7 +366,7 @@ def phases(event: Any, scale: float, extreme: float) -> Iterator[tuple[dict[str,
         own = WGMMA_INSTRUCTIONS * (event.shape[0] // 64) * (event.shape[2] // 16)
     elif event.kind == "mma":
         own = TCGEN05_INSTRUCTIONS * (event.shape[2] // 16)
-    elif event.kind in ("load", "store", "tmem load", "tmem store", "global load", "global store"):
+    elif event.kind in ("load", "store", "global load", "global store"):
         own = event.nbytes / MOVED
     if parts or needs or own:
         parts["other"] += own * scale
