@@ -52,14 +52,17 @@ def select(problem: AttentionProblem) -> Config:
         elif m == 128 and wide > 64:
             blocks = Tiling(m, 64 if hopper else 32, num_warps=8, num_stages=3)
         elif hopper or m * wide < 64 * 128:
-            blocks, residents = Tiling(m, 64, num_warps=4, num_stages=3 if m == 128 else 2), 2
+            n = 32 if m * wide == 128 * 64 else 64
+            blocks, residents = Tiling(m, n, num_warps=4, num_stages=3 if m == 128 else 2), 2
         else:
             blocks = Tiling(m, 64 if tensor_memory or m < 128 else 32, num_warps=8, num_stages=2)
 
         def of_broadcast(t: Tiling) -> int:
-            """Q and dO, a ring of K and V, P and dS on their way from rows to keys; in tensor memory's way, K again."""
+            """Q and dO, a ring of K and V, P and dS on their way from rows to keys; in tensor memory's way, K again;
+            Q and dO again where Hopper's instruction takes one of their products and, for few keys, not the other."""
             ring = t.num_stages + (tensor_memory and t.num_stages > 1)
             again = t.num_stages * size * t.block_n * t.block_d if tensor_memory else 0
+            again += operands(t, t.block_m) if hopper and t.block_n < 64 <= t.block_m else 0
             return operands(t, t.block_m) + ring * operands(t, t.block_n) + scores(t) + again
 
         tiling = tiling_of(problem, blocks, of_broadcast)
