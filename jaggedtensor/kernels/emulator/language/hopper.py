@@ -288,7 +288,9 @@ def check_shared_operand(role: Role, operand: SharedDescriptor, k_dim: int, what
             role,
             advice="NVMMASharedLayout",
         )
-    elif operand.dtype.primitive_bitwidth not in either and min(operand.view.shape) > 1 and _major(operand.view) != k_dim:
+    elif (
+        operand.dtype.primitive_bitwidth not in either and min(operand.view.shape) > 1 and _major(operand.view) != k_dim
+    ):
         role.machine.find(
             "bad operand",
             f"operand {what} of a product is {operand!r}, whose K dimension is not contiguous",
