@@ -101,10 +101,11 @@ def run(case: Any, order: str, seed: int, **changes: Any):
     return report
 
 
-# Small, for mutants: several tiles for a pair, of one block and of several; a half of a pair without keys.
+# Small, for mutants: several tiles for a pair, of one block and of several, and so the last one; CTAs without keys.
 MUTATED = (
     case((130, 0, 300), (1, 3, 150), processors=2),
     case((257,), (130,), group=2, right=0, processors=2, dtype=torch.bfloat16),
+    case((3,), (300,), processors=2),
 )
 
 
@@ -117,6 +118,8 @@ EQUIVALENT = {
     "ds = scores.ds.index(opaque_zero(block.turn))": ONE,
     "issue_queries: move down mbarrier.wait(scores.received, block.turn & 1)": "K may be waited for before it",
     "issue_keys: move down mbarrier.wait(scores.differed, block.turn & 1)": "Q may be waited for before it",
+    "write_differences: move up mbarrier.arrive(deltas.empty, count=1)": "delta is in registers by then",
+    "write_weights: move up mbarrier.arrive(scores.read, count=1)": WARPS,
     "write_weights: delete gl.barrier()": WARPS,
     "write_differences: delete gl.barrier()": WARPS,
 }

@@ -30,9 +30,9 @@ class Config:
     block_n: int = KEYS
     block_d: int = 128
     block_dv: int = 128
-    reduce_registers: int = 88  # of a thread: what the others leave
+    reduce_registers: int = 96  # of a thread: what the others leave
     compute_registers: int = 168
-    single_registers: int = 88  # of the roles of one warp
+    single_registers: int = 80  # of the roles of one warp
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -45,7 +45,7 @@ class Config:
         keys = KEYS * (2 * self.block_d + self.block_dv) // 2
         queries = ROWS * (self.block_d + self.block_dv)
         elements = keys + queries + KEYS * ROWS // 2 + 2 * KEYS * PIECE // 2
-        barriers = 2 * 7 + 7 + 2 * 3 + 2 * 2
+        barriers = 2 * 7 + 7 + 5 + 2 * 2
         return 2 * elements + 4 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property

@@ -32,9 +32,9 @@ pair" is the lead's: all arrive there, and the lead alone waits:
     exchanged   dS(n) of a CTA's rows is in its shared memory, from both
     received    of the pair: both have seen that. The role that issues products passes it on for its CTA, with the fence
                 before tensor cores may read it
-    sums        dQ, dV, dK: full when complete, dQ also for compute, which may then exchange the next dS; empty, of the
-                pair, when reduce has them in registers. S(n+2) waits for dQ(n) to leave, the first dV and dK of a tile
-                for those of the tile before
+    sums        dQ and dV: full when complete, dQ also for compute, which may then exchange the next dS; dK is complete
+                when the last dQ of its tile is. All empty, of the pair, when reduce has them in registers. S(n+2) waits
+                for dQ(n) to leave, the first dV and dK of a tile for those of the tile before
 
 So dK(n) and dP(n+1), for which compute waits, need not wait for the exchange of dS(n), and dQ(n) leaves while P(n+1)
 and dS(n+1) are computed.
@@ -150,7 +150,7 @@ class Sum:
     """An accumulator on its way out."""
 
     acc: tensor_memory_descriptor
-    full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor | gl.constexpr  # None for dK, which is complete when its last dQ is
     empty: gl.shared_memory_descriptor  # of the pair
 
 
@@ -262,7 +262,6 @@ def issue_keys(block, cells, scores, sums):
     mbarrier.wait(sums.dk.empty, (block.number & 1) ^ 1)
     dk, q_empty = sums.dk.acc, cells.q_columns.empty
     tcgen05_mma(scores.low(scores.dp), q_columns, dk, use_acc=block.first == 0, mbarriers=[q_empty])
-    tcgen05_commit(sums.dk.full, pred=block.last)
 
 
 @gluon.jit
@@ -289,7 +288,7 @@ def mma_role(schedule, cells, scores, sums, C: gl.constexpr):
         for n in range(count):
             block = Block(gl.to_tensor(turn), t - begin, n == 0, n + 1 == count)
             k_rows, q_rows = cells.k_rows.filled(block.number), cells.q_rows.filled(turn)
-            mbarrier.wait(sums.dq.empty, turn & 1, pred=turn > 1)  # of the block before the last
+            mbarrier.wait(sums.dq.empty, turn & 1, pred=turn > 0)  # of the block before the last
             both = [scores.scored, cells.q_rows.empty]
             tcgen05_mma(k_rows, q_rows.permute((1, 0)), scores.s, use_acc=False, mbarriers=both)
             tcgen05_commit(cells.k_rows.empty, pred=block.last)
@@ -313,7 +312,7 @@ def mma_role(schedule, cells, scores, sums, C: gl.constexpr):
         walk = walk.next(t)
     if begin < end:
         issue_keys(late, cells, scores, sums)
-        mbarrier.wait(sums.dq.empty, turn & 1, pred=turn > 1)
+        mbarrier.wait(sums.dq.empty, turn & 1)
         issue_queries(late, cells, scores, sums)
 
 
@@ -414,7 +413,8 @@ def store_keys(out, number, desc, walk, staging, scale):
     """dV or dK of a tile."""
     PIECES: gl.constexpr = out.acc.shape[1] // PIECE
     buffers = reinterpret(staging, desc.dtype, [2] + desc.block_shape, desc.layout)
-    mbarrier.wait(out.full, number & 1)
+    if out.full is not None:
+        mbarrier.wait(out.full, number & 1)
     for i in gl.static_range(PIECES):
         x = out.acc.slice(i * PIECE, PIECE).load()
         if i + 1 == PIECES:
@@ -474,11 +474,6 @@ def make_accumulator(columns: gl.constexpr):
     return allocate_tensor_memory(gl.float32, [KEYS, columns], layout)
 
 
-@gluon.jit
-def make_sum(acc):
-    return Sum(acc, new_barrier(1), new_barrier(1, True))
-
-
 @gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "left", "right"])
 def pair_kernel(
     k_rows,  # ragged descriptors of [tokens, Hkv, D], see shared.ragged: of blocks whose rows a pair shares
@@ -533,7 +528,9 @@ def pair_kernel(
     dq_layout: gl.constexpr = TensorMemoryLayout([ROWS // 2, C.block_d], 1, BY_ROWS, True)
     halves = reinterpret(scores.s, gl.float32, [2, ROWS, C.block_d], dq_layout)
     sums = Sums(
-        make_sum(halves.index(1)), make_sum(make_accumulator(C.block_dv)), make_sum(make_accumulator(C.block_d))
+        Sum(halves.index(1), new_barrier(1), new_barrier(1, True)),
+        Sum(make_accumulator(C.block_dv), new_barrier(1), new_barrier(1, True)),
+        Sum(make_accumulator(C.block_d), None, new_barrier(1, True)),
     )
     staging = gl.allocate_shared_memory(gl.float32, [4] + dq.block_shape, dq.layout)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
