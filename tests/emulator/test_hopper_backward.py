@@ -183,7 +183,7 @@ FAMILY = Family(
     equivalent={
         **{
             f"store_role: {change} tma.store_wait(0, read_only=False)": ONE_AT_A_TIME
-            for change in ("delete", "move down", "one more in")
+            for change in ("delete", "one more in")
         },
         "Maker.rows_of: next channel.buffers.index(opaque) in "
         "return channel.buffers.index(opaque).slice(self.first, ROWS)": ONLY_ONE,

@@ -232,7 +232,7 @@ FAMILY = Family(
     modules=("jaggedtensor.kernels.hopper.attention_bwd.device",),
     equivalent={
         **{
-            f"reduce_role: {change} turns.wait(mine, block, turn_of(tile, span, block, left, C))": ONE_CTA
+            f"reduce_role: {change} turns.wait(mine, block, turn)": ONE_CTA
             for change in ("delete", "other phase in")
         },
         **{

@@ -18,14 +18,16 @@ from jaggedtensor.testing.mutants import (
     Verdict,
     bad_variant,
     judge_all,
+    load_module,
     main,
     mutants_of,
     schedules,
     score,
+    source_of,
     table_of,
 )
 
-MECHANISMS = Path(__file__).parent / "mechanisms"
+MECHANISMS, FAMILIES = Path(__file__).parent / "mechanisms", Path(__file__).parent / "families"
 ROLE = '''
 @gluon.jit
 def role(a, full, empty, acc, n):
@@ -100,6 +102,14 @@ def test_mutants_of_the_mechanisms_are_sources_with_one_change_each(path: Path) 
         moved = sorted(before) == sorted(after)
         assert changed >= 1
         assert moved or changed < 10
+
+
+@pytest.mark.parametrize("path", sorted(FAMILIES.glob("*.py")), ids=lambda p: p.stem)
+def test_each_excuse_of_a_kernel_family_is_for_a_mutant_that_there_is(path: Path) -> None:
+    family = load_module(str(path)).FAMILY
+    names = {mutant.name for module in family.modules for mutant in mutants_of(source_of(module))}
+    assert len(names) >= 20
+    assert not set(family.equivalent) - names
 
 
 def test_an_edit_that_does_not_fit_the_source_is_refused() -> None:
