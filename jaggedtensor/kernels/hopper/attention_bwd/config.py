@@ -27,11 +27,6 @@ class Config:
     block_dv: int = 128
 
     @property
-    def by_head(self) -> bool:
-        """Whether the tiles of a sequence change names. Not where turns are taken: there would be no end of a queue."""
-        return not (self.left or self.right or self.ordered)
-
-    @property
     def options(self) -> dict[str, int | bool]:
         """Of a launch. 168 registers of 12 warps are shared out again by role: 240 for consumers, 24 for the others."""
         return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
@@ -42,7 +37,7 @@ class Config:
         columns = self.block_d + self.block_dv
         halves = (KEYS + self.q_stages * ROWS) * columns + self.ds_stages * KEYS * ROWS
         singles = 2 * self.q_stages * ROWS + ROWS * self.block_d
-        barriers = 2 * (3 + self.q_stages + self.ds_stages) + 1
+        barriers = 2 * (3 + 3 * self.q_stages + self.ds_stages) + 1
         return 2 * halves + 4 * singles + 16 * barriers + _ARGUMENTS
 
 

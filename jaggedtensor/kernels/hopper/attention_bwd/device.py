@@ -11,9 +11,9 @@ Roles, a warp each but for the consumers:
                                                                statistics   lse and delta of each block of rows
                                                                reducer      adds dQ to global memory, in fp32
 
-    tensor cores   S^T(i)   dP^T(i)         dV(i)     dK(i)   dQ(i-1)            S^T(i+1)
-    threads                 P^T(i)          dS^T(i)           dQ(i-1) stored
-    barriers       q full   dq full (i-2)             ds full (i)   q empty, ds empty (i-1)
+    tensor cores   S^T(i)   dP^T(i)   dV(i)      dQ(i-1)   dK(i)          S^T(i+1)
+    threads                 P^T(i)    dS^T(i)              dQ(i-1) out
+    barriers       q, dO full         ds full(i)           dO, dq, q
 
 dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. It is added in no order,
 or in turns: see `Turns`. TMA reads zeros past the end of a sequence and writes nothing there; a query row that is not
@@ -47,7 +47,7 @@ KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
 class Channels:
     k: Channel  # 2 x [64, D]; dK leaves through it
     v: Channel  # 2 x [64, Dv]; dV leaves through it
-    q: Channel  # [64, D]; its barriers are of all that belongs to a block of query rows
+    q: Channel  # [64, D]
     grad_out: Channel  # [64, Dv]
     statistics: Channel  # 2 x [64] fp32: lse in log2 units and delta
     ds: Channel  # 2 x [64, 64]: dS^T of each consumer
@@ -85,45 +85,25 @@ class Tile:
             return self.begin + n
 
 
-@aggregate
-class Tiles:
-    """The schedule, which deals the heads of a block of keys one after the other, to teams of CTAs with as many heads
-    each. Without a window the tiles of a sequence are alike. Then they change names, so that it deals the blocks of a
-    head one after the other: all CTAs work on few heads at a time, and what they read and add to stays in L2."""
-
-    schedule: Schedule
-    each: gl.tensor  # heads of keys of a team
-    teams: gl.tensor
-
-    @gluon.jit
-    def mine(self):
-        return my_range(self.schedule)
-
-    @gluon.jit
-    def read(self, place, C: gl.constexpr):
-        """A tile, and where its rows are."""
-        row = self.schedule.tiles + place * 8
-        sequence, head, block = gl.maximum(gl.load(row), 0), gl.load(row + 1), gl.load(row + 4)
-        span = read_span(self.schedule, sequence)
-        if C.by_head:
-            team = head // self.each
-            number = (block * self.each + head - team * self.each) * self.teams + team
-            blocks = (span.k_count + KEYS - 1) // KEYS
-            head = number // blocks
-            block = number - head * blocks
-        return Tile(sequence, head, gl.load(row + 2), gl.load(row + 3), block), span
+@gluon.jit
+def read_tile(schedule, place):
+    row = schedule.tiles + place * 8
+    return Tile(
+        gl.maximum(gl.load(row), 0), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4)
+    )  # fmt: skip
 
 
 # -- loading and storing -----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def keys_role(tiles, descriptors, channels, C: gl.constexpr):
+def keys_role(schedule, descriptors, channels, C: gl.constexpr):
     k_desc, v_desc = descriptors
-    begin, end = tiles.mine()
+    begin, end = my_range(schedule)
     k_at, v_at = channels.k.start(), channels.v.start()
     for t in range(begin, end):
-        tile, span = tiles.read(t, C)
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
         _, k_after = channels.k.acquire_empty(k_at)
         _, v_after = channels.v.acquire_empty(v_at)
         for half in gl.static_range(2):
@@ -134,29 +114,31 @@ def keys_role(tiles, descriptors, channels, C: gl.constexpr):
 
 
 @gluon.jit
-def queries_role(tiles, descriptors, channels, C: gl.constexpr):
+def queries_role(schedule, descriptors, channels, C: gl.constexpr):
     q_desc, grad_desc = descriptors
-    begin, end = tiles.mine()
-    at = channels.q.start()
+    begin, end = my_range(schedule)
+    q_at, grad_at = channels.q.start(), channels.grad_out.start()
     for t in range(begin, end):
-        tile, span = tiles.read(t, C)
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
         for n in range(tile.end - tile.begin):
             block = tile.walked(n, C)
             place = ragged_place(span.q_start, span.q_count, block * (ROWS // C.group), tile.head * C.group)
-            slot, after = channels.q.acquire_empty(at)
+            slot, q_at = channels.q.acquire_empty(q_at)
             slot.load(q_desc, place)
-            channels.grad_out.slot(at).load(grad_desc, place)
-            at = after
+            slot, grad_at = channels.grad_out.acquire_empty(grad_at)
+            slot.load(grad_desc, place)
 
 
 @gluon.jit
-def statistics_role(tiles, statistics, channels, C: gl.constexpr):
+def statistics_role(schedule, statistics, channels, C: gl.constexpr):
     """lse and delta of a block's rows; +inf and 0 where a row sees nothing or is not there."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    begin, end = tiles.mine()
+    begin, end = my_range(schedule)
     at = channels.statistics.start()
     for t in range(begin, end):
-        tile, span = tiles.read(t, C)
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
         if C.jagged:
             base = span.q_start.to(gl.int64) * statistics.row
         else:
@@ -214,11 +196,12 @@ def turn_of(tile, span, block, left, C: gl.constexpr):
 
 
 @gluon.jit
-def reduce_role(tiles, dq_desc, turns, left, channels, C: gl.constexpr):
-    begin, end = tiles.mine()
+def reduce_role(schedule, dq_desc, turns, left, channels, C: gl.constexpr):
+    begin, end = my_range(schedule)
     at = channels.dq.start()
     for t in range(begin, end):
-        tile, span = tiles.read(t, C)
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
         mine = turns.of(tile, span, C)
         for n in range(tile.end - tile.begin):
             block = tile.walked(n, C)
@@ -311,18 +294,16 @@ class Consumer:
 
     @gluon.jit
     def put_grad_query(self, dq, turn):
-        """My columns for the role that adds them, which `tell` tells of."""
+        """My columns for the role that adds them; dS is done with."""
+        self.channels.ds.slot(by_turn(self.channels.ds, turn)).release()
         at = by_turn(self.channels.dq, turn)
-        self.channels.dq.acquire_empty(at)
+        slot, _ = self.channels.dq.acquire_empty(at)
         self.channels.dq.slot(at, self.part).buffer.store(dq)
-
-    @gluon.jit
-    def tell(self, turn):
         fence_async_shared()
-        self.channels.dq.slot(by_turn(self.channels.dq, turn)).publish()
+        slot.publish()
 
     @gluon.jit
-    def step(self, work, block, AGE: gl.constexpr):
+    def step(self, work, block, LATE: gl.constexpr):
         """One more block of query rows, and dQ of the one before if LATE."""
         channels, turn = self.channels, work.turn
         C: gl.constexpr = self.C
@@ -331,55 +312,55 @@ class Consumer:
         opaque = (turn >> 30) * 2  # 0, which the compiler cannot know: it would keep all matrix descriptors
         if opaque != 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
             gl.barrier()
-        rows_at = by_turn(channels.q, turn)
-        q_slot, _ = channels.q.acquire_full(rows_at)
-        lse = channels.statistics.slot(rows_at).buffer.load(COLUMNS)
-        delta = channels.statistics.slot(rows_at, 1).buffer.load(COLUMNS)
+        q_slot, _ = channels.q.acquire_full(by_turn(channels.q, turn))
         s = product(channels.k.buffers.index(opaque + self.part), q_slot.buffer.permute((1, 0)))
-        grad_slot = channels.grad_out.slot(rows_at)
+        grad_slot, _ = channels.grad_out.acquire_full(by_turn(channels.grad_out, turn))
         dp = product(channels.v.buffers.index(opaque + self.part), grad_slot.buffer.permute((1, 0)))
-        if AGE > 1:
-            self.tell(turn - 2)
+        statistics_at = by_turn(channels.statistics, turn)
+        statistics_slot, _ = channels.statistics.acquire_full(statistics_at)
+        lse = statistics_slot.buffer.load(COLUMNS)
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(at_most(s * self.scale_log2 - lse[None, :], 0.0))
         if C.left or C.right:
             p = self.edge.masked(p, block, self.first, C)
         dv = warpgroup_mma(as_operand(p.to(dtype), work.dv), grad_slot.buffer, work.dv, is_async=True)
+        delta = channels.statistics.slot(statistics_at, 1).buffer.load(COLUMNS)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = rounded(p * (dp - delta[None, :]), dtype)
+        statistics_slot.release()
+        if LATE:
+            dq = self.grad_query(turn - 1, opaque)
         ds_at = by_turn(channels.ds, turn)
         ds_slot, _ = channels.ds.acquire_empty(ds_at)
         channels.ds.slot(ds_at, self.part).buffer.store(ds)
-        dk = warpgroup_mma(as_operand(ds, work.dk), q_slot.buffer, work.dk, is_async=True)
         fence_async_shared()
         ds_slot.publish()
-        if AGE > 0:
-            dq = self.grad_query(turn - 1, opaque)
-        dv = warpgroup_mma_wait(2 if AGE > 0 else 1, deps=(dv,))
-        dk = warpgroup_mma_wait(1 if AGE > 0 else 0, deps=(dk,))
+        dk = warpgroup_mma(as_operand(ds, work.dk), q_slot.buffer, work.dk, is_async=True)
+        dv = warpgroup_mma_wait(3 if LATE else 1, deps=(dv,))
+        grad_slot.release()
+        if LATE:
+            self.put_grad_query(warpgroup_mma_wait(1, deps=(dq,)), turn - 1)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
         q_slot.release()
-        if AGE > 0:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            channels.ds.slot(by_turn(channels.ds, turn - 1)).release()
-            self.put_grad_query(dq, turn - 1)
         return Work(dk, dv, turn + 1)
 
 
 @gluon.jit
-def consume_role(tiles, out_descs, channels, scales, window, PART: gl.constexpr, C: gl.constexpr):
+def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constexpr, C: gl.constexpr):
     dtype: gl.constexpr = channels.q.buffers.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_d, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_dv, 16])
     dk_desc, dv_desc = out_descs
-    begin, end = tiles.mine()
+    begin, end = my_range(schedule)
     k_at, v_at = channels.k.start(), channels.v.start()
     nothing = gl.zeros([ROWS, C.block_d], gl.float32, DK)
     no_values = gl.zeros([ROWS, C.block_dv], gl.float32, DV)
     work = Work(nothing, no_values, gl.to_tensor(0))
     phase = 0
     for t in range(begin, end):
-        tile, span = tiles.read(t, C)
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
         first = tile.block * KEYS
         j = first + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         edge = Edge(j, span.k_count - span.q_count, window[0], window[1])
@@ -387,17 +368,11 @@ def consume_role(tiles, out_descs, channels, scales, window, PART: gl.constexpr,
         work = Work(nothing, no_values, work.turn)
         k_slot, k_after = channels.k.acquire_full(k_at)
         v_slot, v_after = channels.v.acquire_full(v_at)
-        work = me.step(work, tile.walked(0, C), 0)
-        if tile.end - tile.begin > 1:
-            work = me.step(work, tile.walked(1, C), 1)
-            for n in range(2, tile.end - tile.begin):
-                work = me.step(work, tile.walked(n, C), 2)
-            me.tell(work.turn - 2)
+        work = me.step(work, tile.walked(0, C), False)
+        for n in range(1, tile.end - tile.begin):
+            work = me.step(work, tile.walked(n, C), True)
         dq = me.grad_query(work.turn - 1, (work.turn >> 30) * 2)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        channels.ds.slot(by_turn(channels.ds, work.turn - 1)).release()
-        me.put_grad_query(dq, work.turn - 1)
-        me.tell(work.turn - 1)
+        me.put_grad_query(warpgroup_mma_wait(0, deps=(dq,)), work.turn - 1)
 
         # Both read K for dQ; V of my keys is mine alone.
         mbarrier.arrive(channels.done, count=1)
@@ -416,26 +391,7 @@ def consume_role(tiles, out_descs, channels, scales, window, PART: gl.constexpr,
         k_at, v_at = k_after, v_after
 
 
-@gluon.jit
-def beside(channel, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, parts: gl.constexpr = 1):
-    """Buffers that are filled and released together with those of another channel."""
-    buffers = gl.allocate_shared_memory(dtype, [channel.depth * parts] + shape, layout)
-    return Channel(buffers, channel.full, channel.empty, channel.depth, parts)
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "q_len",
-        "stat_batch",
-        "stat_row",
-        "stat_head",
-        "turn_head",
-        "team_heads",
-        "teams",
-        "left",
-        "right",
-    ]
-)
+@gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "turn_head", "left", "right"])
 def backward_kernel(
     q,  # ragged descriptors of [rows, Hq, D], see shared.ragged
     k,  # [tokens, Hkv, D]
@@ -451,8 +407,6 @@ def backward_kernel(
     stat_head,  # strides of both
     turns,  # int32, zeros to count in: see Turns; without turns, anything
     turn_head,
-    team_heads,
-    teams,  # of CTAs: see Tiles
     tiles,  # of the schedule, by keys
     worker_offsets,
     q_offsets,  # [B + 1], None unless jagged
@@ -472,28 +426,27 @@ def backward_kernel(
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=2)
-    rows = make_channel(dtype, [ROWS, C.block_d], wide, C.q_stages, 2, 4)
     channels = Channels(
         make_channel(dtype, [ROWS, C.block_d], wide, 1, 2, 1, 2),
         make_channel(dtype, [ROWS, C.block_dv], wide_v, 1, 2, 1, 2),
-        rows,
-        beside(rows, dtype, [ROWS, C.block_dv], wide_v),
-        beside(rows, gl.float32, [ROWS], line, 2),
+        make_channel(dtype, [ROWS, C.block_d], wide, C.q_stages, 2),
+        make_channel(dtype, [ROWS, C.block_dv], wide_v, C.q_stages, 2),
+        make_channel(gl.float32, [ROWS], line, C.q_stages, 2, 1, 2),
         make_channel(dtype, [ROWS, ROWS], square, C.ds_stages, 2, 1, 2),
         make_channel(gl.float32, [ROWS, HALF], single, 1, 1, 1, 2),
         done,
     )
-    work = Tiles(Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None), team_heads, teams)
+    schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
     scales, window = (scale_log2, scale), (left, right)
     gl.warp_specialize(
         [
-            (consume_role, (work, (dk, dv), channels, scales, window, 0, C)),
-            (consume_role, (work, (dk, dv), channels, scales, window, 1, C)),
-            (queries_role, (work, (q, grad_out), channels, C)),
-            (keys_role, (work, (k, v), channels, C)),
-            (statistics_role, (work, statistics, channels, C)),
-            (reduce_role, (work, dq, Turns(turns, turn_head), left, channels, C)),
+            (consume_role, (schedule, (dk, dv), channels, scales, window, 0, C)),
+            (consume_role, (schedule, (dk, dv), channels, scales, window, 1, C)),
+            (queries_role, (schedule, (q, grad_out), channels, C)),
+            (keys_role, (schedule, (k, v), channels, C)),
+            (statistics_role, (schedule, statistics, channels, C)),
+            (reduce_role, (schedule, dq, Turns(turns, turn_head), left, channels, C)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

@@ -41,7 +41,6 @@ def backward(
                 delta = delta_of(out, grad_out, grad_lse)
             batch, head, row = (0, *reversed(lse.stride())) if jagged else lse.stride()
             rows, heads = ROWS // config.group, config.group
-            teams = math.gcd(problem.kv_heads, worker_offsets.shape[0] - 1)  # as the schedule deals
             blocks = q.numel() // (q.shape[-1] * q.shape[-2]) // rows + args.k_offsets.shape[0]  # at most, of a head
             turns = q.new_zeros(problem.kv_heads * blocks, dtype=torch.int32) if config.ordered else tiles
             launch(
@@ -65,8 +64,6 @@ def backward(
                     head,
                     turns,
                     blocks,
-                    problem.kv_heads // teams,
-                    teams,
                     tiles,
                     worker_offsets,
                     args.q_offsets,
