@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,9 @@ _CONSTANTS = "numbers that stay the same for all tiles are read again"
 # By family and role; or, before that, by family, role and "window", "e4m3", or a version of Triton.
 REASONS: dict[tuple[str, ...], Reason] = {
     (_FORWARD, "correct_streams_role"): _RESCALE,
+    (_FORWARD, "correct_streams_role", "3.8"): replace(_RESCALE, most=1.4),
     (_FORWARD, "correct_tiles_role"): _RESCALE,
+    (_FORWARD, "correct_tiles_role", "3.8"): replace(_RESCALE, most=1.4),
     (_FORWARD, "correct_wide_role"): Reason(_CONSTANTS, loads=1),
     (_FORWARD, "mma_streams_role"): Reason(_PRODUCTS, 1.3),
     (_FORWARD, "mma_streams_role", "e4m3"): Reason(f"{_PRODUCTS}; half the products share the rest", 1.45),
