@@ -48,6 +48,8 @@ TENSOR_COLUMNS = 512  # of tensor memory
 
 
 class Pass(enum.Enum):
+    """Of attention: which of the two a kernel is for."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
 
@@ -71,6 +73,7 @@ class CompileCase:
     run: Callable[[AttentionArgs], Any] | None = None
 
     def includes(self, arch: str, which: Pass) -> bool:
+        """Whether the case has kernels for a GPU and a pass."""
         backend = BACKEND_OF[GPU_OF[arch].arch[0]]
         return all(word in (arch, backend, which.value) for word in self.only.split())
 
@@ -162,6 +165,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
+        """Of the function."""
         return self.launch.name
 
     @property

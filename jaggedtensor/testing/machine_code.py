@@ -74,6 +74,7 @@ class Loop:
 
     @property
     def instructions(self) -> list[Instruction]:
+        """The loop's, in their order."""
         return self.code.instructions[self.begin : self.end]
 
     @property

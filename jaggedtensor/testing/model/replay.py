@@ -38,6 +38,7 @@ class RoleTime:
 
     @property
     def instructions(self) -> float:
+        """Of each warp, whatever their pipe."""
         return sum(self.parts.values())
 
     def less(self, other: RoleTime, by: float) -> RoleTime:
