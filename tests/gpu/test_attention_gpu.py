@@ -253,9 +253,10 @@ def test_the_host_never_waits_once_lengths_are_known():
 def test_other_batches_and_lengths_compile_nothing():
     from jaggedtensor.kernels.portable.attention_bwd import device as backward
     from jaggedtensor.kernels.portable.attention_fwd import device as forward
+    from jaggedtensor.kernels.shared.fill import fill_kernel
 
     kernels = [
-        forward.forward_kernel, forward.fill_kernel, backward.keys_kernel, backward.queries_kernel,
+        forward.forward_kernel, fill_kernel, backward.keys_kernel, backward.queries_kernel,
         backward.broadcast_kernel, backward.delta_kernel,
     ]  # fmt: skip
 
