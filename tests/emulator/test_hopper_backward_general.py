@@ -236,7 +236,6 @@ FAMILY = Family(
             f"reduce_role: {change} tma.store_wait(0, read_only=False)": ONE_CTA for change in ("delete", "one more in")
         },
         "Consumer.step: delete gl.barrier()": "it is never reached, see there",
-        "Consumer.step: move up fence_async_shared()": "past a product that does not read dS from memory",
         "consume_role: move up mbarrier.arrive(channels.done, count=1)": "what comes before does not read K",
         "consume_role: move down tma.store_wait(0)": "V is released after it, and K is not loaded before V may be",
     },
