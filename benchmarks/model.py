@@ -280,7 +280,7 @@ MEASURED = {  # what was measured of each, by workload; with True, it had a part
     "bwd, 128 rows for all": {"pma128-uniform": True, "pma128-lognormal": True, "pma128-tail": False},
     "bwd, 32 rows for all": {"pma32-uniform": True},
     "bwd, 128 rows for all, D 64": {"pma128-d64": True},
-    "bwd, jagged": {"self-uniform": True, "self-lognormal": False},
+    "bwd, jagged": {"self-uniform": True, "self-lognormal": False, "dense-4k": False},
 }
 
 HBM = 128 * 128 * 2 * 2 / B200.hbm  # of K and V of a block
