@@ -36,12 +36,12 @@ CASES = {
     "more pairs than tiles": case((70,), (5,), processors=6),
     "large scores": case((150, 70), (40, 130), spread=60.0, dtype=torch.bfloat16),
 }
-IN_EVERY_ORDER = 1  # cases; each of the others has two of the six
+IN_EVERY_ORDER = 1  # cases; each of the others has one of the six
 
 
 @pytest.mark.parametrize(("number", "name"), [*enumerate(CASES)])
 def test_values_are_right(number, name):
-    for seed, order in enumerate(ORDERS if number < IN_EVERY_ORDER else ORDERS[number % 3 :: 3]):
+    for seed, order in enumerate(ORDERS if number < IN_EVERY_ORDER else ORDERS[number % 6 :: 6]):
         family.run(CASES[name], order, seed)
 
 
@@ -141,9 +141,8 @@ def test_what_has_no_tile_launches_nothing(monkeypatch):
     assert dk.shape == dv.shape == k.shape
 
 
-def test_pairs_begin_at_different_queries_or_at_the_same():
-    for staggered in (False, True):
-        family.run(replace(CASES["bf16, a pair for all tiles"], processors=4), "starve", 0, staggered=staggered)
+def test_pairs_may_begin_at_the_same_queries():
+    family.run(replace(CASES["bf16, a pair for all tiles"], processors=4), "starve", 0, staggered=False)
 
 
 def test_a_few_mutants_are_found():
