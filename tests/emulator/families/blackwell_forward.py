@@ -210,8 +210,11 @@ def run(case: Case, order: str, seed: int, **chosen: Any):
         error = (got - wanted).masked_fill(blind[..., None], 0)
         tolerance = 4e-3 * (4 if case.dtype == torch.bfloat16 else 1)
         if case.quantised:  # weights are rounded to 4 bits: by 1 / 16 at most, by 0.026 on average
-            assert error.norm() < 0.04 * spread[1].norm() + tolerance * wanted.norm(), f"out of {b}"
+            assert error.norm() <= 0.04 * spread[1].norm() + tolerance * wanted.norm(), f"out of {b}"
             tolerance = tolerance * (1 + spread[0]) + spread[0] / 16
+        else:  # each weight is rounded once, as O is not kept relative to the row's own peak, and so is O
+            rounding = torch.finfo(case.dtype).eps / 2
+            tolerance = (rounding * (spread[0] + 1.01 * wanted.abs())).clamp(min=tolerance)
         assert (error.abs() < tolerance).all(), f"out of {b}"
         error = (got_lse - wanted_lse)[~blind].abs()
         assert (error < 1e-3 + 1e-6 * largest).all(), f"lse of {b}"  # scores cancel, their errors do not
