@@ -17,7 +17,7 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta import launch
 from jaggedtensor.kernels.blackwell.plan import plan_pair_backward
 from jaggedtensor.kernels.emulator import ORDERS, emulate
-from jaggedtensor.kernels.shared import gradients
+from jaggedtensor.kernels.shared import delta, gradients
 from jaggedtensor.ops.reference import attend_reference
 from jaggedtensor.problem import AttentionArgs
 from jaggedtensor.testing.guards import poison_free_memory
@@ -97,7 +97,7 @@ def test_the_launcher_copies_fills_and_rounds(query, monkeypatch):
         return ((out.float() * grad_out.float()).sum(-1).transpose(1, 2) - grad_lse).contiguous()
 
     monkeypatch.setattr(launch, "launch", emulated)
-    monkeypatch.setattr(launch, "delta_of", delta_of)
+    monkeypatch.setattr(delta, "delta_of", delta_of)
     monkeypatch.setattr(gradients, "clear_slack", cleared)
     lengths, q_lengths = (130, 0, 270), (20, 0, 30) if query is J else (20, 20, 20)
     each = case(lengths, q_lengths if query is J else (), query=query, q_len=20, kv_heads=2, group=2, dim=96)

@@ -17,7 +17,7 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta import launch
 from jaggedtensor.kernels.blackwell.plan import plan_general_backward
 from jaggedtensor.kernels.emulator import ORDERS, emulate
-from jaggedtensor.kernels.shared import gradients
+from jaggedtensor.kernels.shared import delta, gradients
 from jaggedtensor.problem import AttentionArgs
 from jaggedtensor.testing.guards import poison_free_memory
 from jaggedtensor.testing.mutants import load_module
@@ -157,7 +157,7 @@ def test_the_launcher_copies_fills_and_sums(case, monkeypatch):
         return ((out.float() * grad_out.float()).sum(-1).transpose(1, 2) - grad_lse).contiguous()
 
     monkeypatch.setattr(launch, "launch", emulated)
-    monkeypatch.setattr(launch, "delta_of", delta_of)
+    monkeypatch.setattr(delta, "delta_of", delta_of)
     monkeypatch.setattr(gradients, "clear_slack", cleared)
     x = family.inputs_of(case)
     q, k = x.q, x.k.transpose(1, 2).contiguous().transpose(1, 2)

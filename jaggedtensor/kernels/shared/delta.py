@@ -22,6 +22,20 @@ def delta_of(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     return delta
 
 
+def row_statistics(
+    out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor
+) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+    """lse, delta, and the steps (sequence, row, head) of both: out `[B, Lq, Hq, Dv]` with lse `[B, Hq, Lq]`, or of
+    jagged queries `[rows, Hq, Dv]` with `[rows, Hq]`."""
+    lse = lse.contiguous()
+    if out.dim() == 3:  # as of sequences of one row
+        row, head = lse.stride()
+        grad_lse = None if grad_lse is None else grad_lse[..., None]
+        return lse, delta_of(out[:, None], grad_out[:, None], grad_lse), (0, row, head)
+    batch, head, row = lse.stride()
+    return lse, delta_of(out, grad_out, grad_lse), (batch, row, head)
+
+
 @triton.jit(do_not_specialize=["total", "length", "heads"])
 def delta_kernel(
     out,

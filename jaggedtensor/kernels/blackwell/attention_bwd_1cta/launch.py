@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta.config import HALF, ROWS, SLICE, Config, select
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta.device import backward_kernel
-from jaggedtensor.kernels.shared.delta import delta_of
+from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import Descriptor, launch
 from jaggedtensor.kernels.shared.gradients import (
     Gradients,
@@ -42,13 +42,7 @@ def backward(
         dk, dv = (new_key_gradient(x, args, some) for x in (k, v))
         if not some:
             return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
-        jagged = args.q_offsets is not None
-        lse = lse.contiguous()
-        if jagged:  # as of sequences of one row
-            delta = delta_of(out[:, None], grad_out[:, None], None if grad_lse is None else grad_lse[..., None])
-        else:
-            delta = delta_of(out, grad_out, grad_lse)
-        batch, head, row = (0, *reversed(lse.stride())) if jagged else lse.stride()
+        lse, delta, steps = row_statistics(out, grad_out, grad_lse, lse)
         rows, heads = ROWS // config.group, config.group
         programs = worker_offsets.shape[0] - 1
         total, into = _query_sum(q, programs, config)
@@ -70,9 +64,7 @@ def backward(
             (
                 lse,
                 delta,
-                batch,
-                row,
-                head,
+                *steps,
                 tiles,
                 worker_offsets,
                 lists[0] if lists else None,

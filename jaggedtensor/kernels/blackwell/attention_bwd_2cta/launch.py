@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta.config import ADDED, KEYS, PIECE, ROWS, select
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta.device import pair_kernel
-from jaggedtensor.kernels.shared.delta import delta_of
+from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, key_of, new_key_gradient
 from jaggedtensor.kernels.shared.ragged import device_of, ragged
@@ -33,13 +33,7 @@ def backward(
         dk, dv = (new_key_gradient(x, args, some) for x in (k, v))
         if not some:
             return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
-        lse = lse.contiguous()
-        if args.q_offsets is not None:  # as of sequences of one row
-            delta = delta_of(out[:, None], grad_out[:, None], None if grad_lse is None else grad_lse[..., None])
-            batch, head, row = 0, *reversed(lse.stride())
-        else:
-            delta = delta_of(out, grad_out, grad_lse)
-            batch, head, row = lse.stride()
+        lse, delta, steps = row_statistics(out, grad_out, grad_lse, lse)
         total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         queries, grads, rows, heads = flat(q), flat(grad_out), ROWS // config.group, config.group
         launch(
@@ -61,9 +55,7 @@ def backward(
             (
                 lse,
                 delta,
-                batch,
-                row,
-                head,
+                *steps,
                 tiles,
                 worker_offsets,
                 args.q_offsets,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd.config import KEYS, ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
-from jaggedtensor.kernels.shared.delta import delta_of
+from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, key_of, new_key_gradient, scaled
 from jaggedtensor.kernels.shared.ragged import device_of, ragged
@@ -27,19 +27,13 @@ def backward(
     """dQ, dK and dV, all of which come from one pass; those in `needs` are given back."""
     problem, (tiles, worker_offsets) = args.problem, args.schedule
     config = select(problem)
-    jagged = args.q_offsets is not None
     q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
     with device_of(k):
         some = bool(tiles.shape[0] and q.numel())
         dk, dv = (new_key_gradient(x, args, some) for x in (k, v))
         total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         if some:
-            lse = lse.contiguous()
-            if jagged:  # as of sequences of one row
-                delta = delta_of(out[:, None], grad_out[:, None], None if grad_lse is None else grad_lse[..., None])
-            else:
-                delta = delta_of(out, grad_out, grad_lse)
-            batch, head, row = (0, *reversed(lse.stride())) if jagged else lse.stride()
+            lse, delta, steps = row_statistics(out, grad_out, grad_lse, lse)
             rows, heads = ROWS // config.group, config.group
             blocks = q.numel() // (q.shape[-1] * q.shape[-2]) // rows + args.k_offsets.shape[0]  # at most, of a head
             turns = q.new_zeros(problem.kv_heads * blocks, dtype=torch.int32) if config.ordered else tiles
@@ -59,9 +53,7 @@ def backward(
                 (
                     lse,
                     delta,
-                    batch,
-                    row,
-                    head,
+                    *steps,
                     turns,
                     blocks,
                     tiles,
