@@ -30,11 +30,9 @@ test: venv
 gpu-test:
 	$(PYTHON) -m pytest tests/gpu
 
-# What compute-sanitizer has to say of the small ones among them.
+# What compute-sanitizer and Triton's ConSan say of small problems; SANITIZE narrows it, as SANITIZE="--tools racecheck".
 gpu-sanitize:
-	for tool in memcheck racecheck synccheck; do \
-		JAGGEDTENSOR_GPU_CHILD=0 compute-sanitizer --tool $$tool $(PYTHON) -m pytest tests/gpu -m sanitize || exit; \
-	done
+	$(PYTHON) benchmarks/sanitize.py $(SANITIZE)
 
 # Compiles the kernels for GPUs that need not be there and holds them to their budgets. QUICK=1: each Gluon family once, a
 # minute on two cores. Otherwise every case and every configuration of the portable kernels, more than an hour; CHECKS

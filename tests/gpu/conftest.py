@@ -40,7 +40,6 @@ SPOILED = 77  # status of a child whose GPU has faulted: nothing more can be lea
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): how long the watchdog of GPU tests waits")
-    config.addinivalue_line("markers", "sanitize: small enough for compute-sanitizer")
     if int(os.environ.get(CHILD, 0)):
         config.pluginmanager.register(_Child(config, int(os.environ[CHILD])))
 

@@ -45,7 +45,6 @@ def test_queries_empty_at_both_ends_of_a_wide_head():
         assert not gradient[5120:].any()
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("query", [128, (4, 0, 7)], ids=["broadcast", "jagged"])
 def test_no_keys_at_all(query, causal):
@@ -80,7 +79,6 @@ def test_keyless_sequences_among_others_in_any_order(dim):
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, first, strict=True))
 
 
-@pytest.mark.sanitize
 @kinds
 def test_fewer_blocks_than_workers(kind):
     """EMP-08: whole heads for most programs, and nothing for many."""

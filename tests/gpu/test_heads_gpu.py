@@ -67,7 +67,6 @@ MASKS = [
 ]
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @kinds
 def test_masks_are_aligned_from_the_end(kind, mask):

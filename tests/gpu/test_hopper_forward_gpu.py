@@ -66,7 +66,6 @@ def test_head_dimensions_up_to_256(dims):
     check(case_of(B, *dims, q_length=128))
 
 
-@pytest.mark.sanitize
 def test_fp16():
     for query in (B, P, J):
         check(case_of(query, 128, dtype=torch.float16, q_length=100))
@@ -94,13 +93,11 @@ def test_windows(mask):
     check(case_of(J, 128, **mask))
 
 
-@pytest.mark.sanitize
 def test_a_window_of_one_query_for_all():
     check(case_of(B, 64, q_length=140, causal=True))
     check(case_of(B, 64, q_length=140, window=(100, 20)))
 
 
-@pytest.mark.sanitize
 @torch.no_grad()
 def test_a_long_sequence_is_cut_between_ctas():
     """As a whole it would keep a multiprocessor busy long after all others have nothing to do."""
@@ -116,7 +113,6 @@ def test_a_long_sequence_is_cut_between_ctas():
     assert ScheduleKind.STREAM_K in {schedule.kind for schedule in layout._schedules}
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("k_lengths", [(0, 0), (1,), (0, 1), (64, 64, 64), (4096, 1), (129, 0, 1)], ids=str)
 def test_few_or_empty_sequences(k_lengths):
     check(AttentionCase(k_lengths, q_length=128, dim=128, value_dim=128, dtype=torch.bfloat16))

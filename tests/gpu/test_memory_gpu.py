@@ -74,7 +74,6 @@ def test_layers_before_attention_never_see_slack():
     assert (with_slack - trimmed).abs().max() <= 1e-2 * trimmed.abs().max()
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @kinds
 def test_what_is_in_slack_changes_no_bit(kind, poison):
@@ -142,7 +141,6 @@ def test_a_declared_length_hides_no_token():
 # -- strides ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sanitize
 def test_columns_of_one_fused_buffer():
     """STR-01: gradients go back into the right ones."""
     tokens = 93 + 117 + 128
@@ -203,7 +201,6 @@ def test_all_combinations_of_strides(how):
         assert_equal_bits(got, wanted)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("shift", [1, 4, 8])
 @kinds
 def test_places_that_are_not_aligned(kind, shift):

@@ -41,7 +41,6 @@ def test_every_length_around_250_and_500(kind, dim):
     check(Call.random(lengths, heads=(2, 1), dims=(dim, dim), **query_of(kind, 33, lengths)))
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_every_head_of_a_length_that_is_no_multiple(dim, heads):

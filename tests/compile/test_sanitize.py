@@ -1,0 +1,79 @@
+"""What benchmarks/sanitize.py overlooks among the reports of racecheck is ordered by a barrier, in the machine code."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+if sys.platform != "linux":
+    pytest.skip("Triton compiles on Linux", allow_module_level=True)
+
+from jaggedtensor.testing.compile_cases import CASES
+from jaggedtensor.testing.compiled import Pass, compiled
+
+TOOL = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
+SHARED = {"LD", "LDS", "LDSM", "ST", "STS", "STSM", "ATOM", "ATOMS", "SYNCS"}  # what may touch shared memory
+
+
+@pytest.fixture(scope="module")
+def sanitize():
+    spec = importlib.util.spec_from_file_location("sanitize", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_barrier(instruction):
+    """The named barrier that all warps of a CTA pass."""
+    return instruction.kind == "BAR" and instruction.operands.split() == ["0x1", ";"]
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [("broadcast 128", "forward"), ("jagged 64", "forward"), ("broadcast 128", "backward"), ("jagged 128", "backward")],
+)
+def test_roles_are_told_what_to_do_between_barriers(name, which, sanitize):
+    """Two messages, each right before a barrier; they are read right behind one, and twice more all pass a barrier
+    before the next is written: when roles begin, and when they have ended."""
+    (kernel,) = compiled(CASES[name], "sm_90", Pass(which))
+    code = kernel.code.instructions
+    mine = [
+        i
+        for i, x in enumerate(code)
+        if len(x.frames) == 1 and sanitize.is_first_line(kernel.name, *map(str, x.frames[0]))
+    ]
+    touching = [i for i in mine if code[i].kind in SHARED]
+    written = [i for i in touching if code[i].kind == "STS"]
+    read = [i for i in touching if code[i].kind == "LDS"]
+    assert len(written) == 2
+    assert sorted(written + read) == touching  # and nothing else would be overlooked
+    assert [code[i].name for i in read] == ["LDS.U8"]
+    assert all(is_barrier(code[i + 1]) for i in written)
+    assert is_barrier(next(code[i] for i in range(read[0] - 1, 0, -1) if code[i].kind in {*SHARED, "BAR"}))
+    between = [i for i in range(*written) if is_barrier(code[i])]
+    assert len(between) == 3
+    place = {re.search(r"\+0x([0-9a-f]+)\]", code[i].operands)[1] for i in written}
+    assert len(place) == 1
+    assert max(i for i in range(len(code)) if is_barrier(code[i])) > read[0]
+
+
+def test_reports_of_other_lines_count(sanitize):
+    (kernel,) = compiled(CASES["jagged 64"], "sm_90", Pass.FORWARD)
+    lines = [x.frames[-1] for x in kernel.code.instructions if x.frames]
+    file = Path(lines[0][0])
+    first = next(i for i, line in enumerate(file.read_text().splitlines(), 1) if line.startswith("def forward_kernel("))
+
+    def report(*lines):
+        one, *others = (f"access at forward_kernel+0x10 in {file}:{line}" for line in lines)
+        return f"Error: Race reported between Write {one}" + "".join(f" and Read {x} [3 hazards]" for x in others)
+
+    assert sanitize.of_the_compiler(report(first, first))
+    assert sanitize.of_the_compiler(report(first, first).replace(str(file.parent) + "/", ""))
+    assert not sanitize.of_the_compiler(report(first, first + 1))
+    assert not sanitize.of_the_compiler(report(first - 100, first))
+    assert not sanitize.of_the_compiler(report(first))
+    assert not sanitize.of_the_compiler(report(first, first, first - 100))
