@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -251,22 +252,23 @@ def test_the_host_never_waits_once_lengths_are_known():
 
 
 def test_other_batches_and_lengths_compile_nothing():
-    from jaggedtensor.kernels.portable.attention_bwd import device as backward
-    from jaggedtensor.kernels.portable.attention_fwd import device as forward
-    from jaggedtensor.kernels.shared.fill import fill_kernel
-
-    kernels = [
-        forward.forward_kernel, fill_kernel, backward.keys_kernel, backward.queries_kernel,
-        backward.broadcast_kernel, backward.delta_kernel,
-    ]  # fmt: skip
-
-    def compiled():
-        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+    from triton.runtime.jit import JITFunction
 
     query = torch.randn(16, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for lengths in ([5, 0, 70], [64, 16, 0, 48]):
         train_step(batch_of(lengths), query)
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("jaggedtensor.kernels.")]
+    kernels = {x.fn: x for module in ours for x in vars(module).values() if isinstance(x, JITFunction)}
+
+    def compiled():
+        return {
+            f"{fn.__module__}.{fn.__name__}": sum(len(caches[0]) for caches in kernel.device_caches.values())
+            for fn, kernel in kernels.items()
+            if kernel.device_caches
+        }
+
     before = compiled()
+    assert sum(before.values()) >= 3  # forward, delta, backward
     for lengths in ([1], [300, 1, 0, 65, 2], [17] * 33, [0, 0, 5]):
         train_step(batch_of(lengths), query)
     assert compiled() == before
