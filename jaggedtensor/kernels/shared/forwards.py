@@ -27,6 +27,7 @@ class Call(NamedTuple):
     ends: tuple[Any, ...]  # the last arguments
     merge: Variant
     config: Any
+    redo: tuple[Variant, Any] | None = None  # launched after it, see shared.anchor, and its config, the last argument
 
 
 def log2_units(scale: float) -> tuple[float, float]:
