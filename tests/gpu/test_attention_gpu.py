@@ -329,6 +329,42 @@ def test_a_graph_is_right_for_other_lengths():
         assert not captured[1][int(offsets[-1]) :].any()
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize("batches", [(5, 4, 3, 2, 1), (1, 2, 3, 4, 5)], ids=["smaller", "larger"])
+def test_graphs_of_several_batch_sizes_share_their_memory(batches):
+    """CUG-03: each in a size of its own, whichever was captured last."""
+    pool, captured = torch.cuda.graph_pool_handle(), []
+    query = torch.randn(200, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for batch in batches:
+        lengths = torch.tensor([300, 0, 64, 1, 129][:batch])
+        keys = JaggedTensor(
+            torch.randn(int(lengths.sum()), 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+            JaggedLayout.from_lengths(lengths).to("cuda"),
+        )
+
+        def step(keys=keys):
+            pooled = keys.attend(query, backend=BACKEND)
+            mixed = keys.attend(keys, causal=True, backend=BACKEND).values()
+            loss = pooled.float().square().sum() + mixed.float().square().sum()
+            return (pooled, mixed, *torch.autograd.grad(loss, (keys.values(), query)))
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            results = step()
+        captured.append((graph, results, step))
+    for graph, results, step in (*captured, *reversed(captured)):
+        poison(64)
+        graph.replay()
+        got = [x.clone() for x in results]
+        for mine, theirs in zip(got, step(), strict=True):
+            torch.testing.assert_close(mine.float(), theirs.float(), atol=0.02, rtol=0.02)
+
+
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()

@@ -114,6 +114,24 @@ def test_every_sequence_is_written(batch):
         call.check(got, sample(batch))
 
 
+def test_time_grows_with_the_number_of_sequences_alone():
+    """OVF-12: of short ones. Work of the square of their number would take 16 times as long for each."""
+
+    def milliseconds(batch):
+        call = Call.random([34] * batch, [34] * batch, heads=(12, 12), dims=(128, 128))
+        times = []
+        for _ in range(6):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call.run(BACKEND)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return min(times[1:])
+
+    assert milliseconds(8192) < 16 * 3 * milliseconds(512)
+
+
 def test_long_sequences():
     """More keys than a block of any size; and one program's sums of 16-bit products stay in 32 bits."""
     call = Call.random((100_000, 0, 1), 64, heads=(1, 1), dims=(64, 64))
