@@ -1,4 +1,4 @@
-"""The operators `jaggedtensor::attend_fwd` and `attend_bwd`: what torch knows of attention.
+"""The operators `jaggedtensor::attend_fwd`, `attend_bwd` and `attend_fp8`: what torch knows of attention.
 
 Schemas, shapes and derivative only; the kernels belong to the implementation that `backend` names. All state that they
 need is in tensors, so that `torch.compile`, checkpointing and CUDA graphs see data and no objects.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jaggedtensor.errors import check_no_forward_mode, fail, is_readable
 from jaggedtensor.kernels.dispatch import by_name
-from jaggedtensor.problem import AttentionArgs, AttentionProblem, lse_dtype, lse_shape, out_shape
+from jaggedtensor.problem import AttentionArgs, AttentionProblem, Quantised, lse_dtype, lse_shape, out_shape
 
 _lib = torch.library.Library("jaggedtensor", "FRAGMENT")
 _ARGS = (
@@ -27,8 +27,14 @@ _lib.define(
     f"attend_bwd(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_ARGS}, bool[3] needs) "
     "-> (Tensor, Tensor, Tensor)"
 )
+_lib.define(
+    "attend_fp8(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? q_offsets, "
+    "Tensor k_offsets, Tensor? block_mask, Tensor[] schedule, float scale, int left, int right, str backend, "
+    "bool half, bool slack, bool complete) -> (Tensor, Tensor)"
+)
 attend_fwd = torch.ops.jaggedtensor.attend_fwd.default
 attend_bwd = torch.ops.jaggedtensor.attend_bwd.default
+attend_fp8 = torch.ops.jaggedtensor.attend_fp8.default
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -72,6 +78,22 @@ def _backward(
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
+def _forward_fp8(
+    q, k, v, q_scale, k_scale, v_scale, q_offsets, k_offsets, block_mask, schedule, scale, left, right, backend, half,
+    slack, complete,
+):  # fmt: skip
+    problem = AttentionProblem.of(q, k, v, q_offsets, left, right, False, block_mask is not None)
+    args = AttentionArgs(problem, q, k, v, q_offsets, k_offsets, scale, slack, complete, schedule, block_mask)
+    by = Quantised(q_scale, k_scale, v_scale, torch.float16 if half else torch.bfloat16)
+    return by_name(backend).launcher().forward(args, quantised=by)
+
+
+def _forward_fp8_fake(q, k, v, q_scale, k_scale, v_scale, q_offsets, k_offsets, *options):
+    half = options[-3]
+    out = q.new_empty(out_shape(q, v, q_offsets, k_offsets), dtype=torch.float16 if half else torch.bfloat16)
+    return out, q.new_empty(lse_shape(q, q_offsets, k_offsets), dtype=torch.float32)
+
+
 def _forward_fake(q, k, v, q_offsets, k_offsets, *options):
     out = q.new_empty(out_shape(q, v, q_offsets, k_offsets))
     return out, q.new_empty(lse_shape(q, q_offsets, k_offsets), dtype=lse_dtype(q.dtype))
@@ -85,6 +107,11 @@ def _backward_fake(grad_out, grad_lse, out, lse, q, k, v, q_offsets, k_offsets, 
 def attend(*args: Any) -> tuple[Tensor, Tensor]:
     """The operator `attend_fwd`; straight to its kernel where nobody watches, as the dispatcher costs as much again."""
     return attend_fwd(*args) if torch.compiler.is_compiling() else _attend(*args)
+
+
+def attend_in_8_bits(*args: Any) -> tuple[Tensor, Tensor]:
+    """The operator `attend_fp8`, or straight to its kernel. It has no derivative."""
+    return attend_fp8(*args) if torch.compiler.is_compiling() else _below_autograd(attend_fp8, _forward_fp8, args)
 
 
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
@@ -160,7 +187,9 @@ class _AttendBackward(torch.autograd.Function):
 for _device in ("CPU", "CUDA"):
     _lib.impl("attend_fwd", _forward, _device)
     _lib.impl("attend_bwd", _backward, _device)
+    _lib.impl("attend_fp8", _forward_fp8, _device)
 _lib.impl("attend_fwd", _attend, "Autograd")
 _lib.impl("attend_bwd", _attend_backward, "Autograd")
 torch.library.register_fake("jaggedtensor::attend_fwd", _forward_fake, lib=_lib)
 torch.library.register_fake("jaggedtensor::attend_bwd", _backward_fake, lib=_lib)
+torch.library.register_fake("jaggedtensor::attend_fp8", _forward_fp8_fake, lib=_lib)

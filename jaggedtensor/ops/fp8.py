@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jaggedtensor.errors import check_floating, check_same_device, check_tensor, fail
 from jaggedtensor.kernels.dispatch import IMPLEMENTATIONS, Choice, choose
+from jaggedtensor.ops import contract
 from jaggedtensor.ops.attention import (
     Window,
     _backend,
@@ -23,7 +24,7 @@ from jaggedtensor.ops.attention import (
     _window,
     attend,
 )
-from jaggedtensor.problem import AttentionArgs, AttentionProblem, Quantised
+from jaggedtensor.problem import AttentionProblem
 from jaggedtensor.tensor import JaggedTensor
 
 E4M3 = torch.float8_e4m3fn
@@ -158,9 +159,13 @@ def attend_fp8(
     if backend != "reference":
         choice, whole = choose_fp8(problem, backend)
         if whole:
-            by = Quantised(scales[0], scales[1], scales[2], out_dtype)
-            operands, number = (query, key, value), _scale(scale, k)
-            out, lse = _attend_in_8_bits(choice, problem, operands, (q, k, v), number, by, block_mask)
+            rows, layout = (k.shape[0], q.shape[0]), query.layout if isinstance(query, JaggedTensor) else None
+            implementation = choice.implementation
+            schedule, _ = implementation.schedules(problem, key.layout, layout, *rows, False, block_mask)
+            out, lse = contract.attend_in_8_bits(
+                q, k, v, *scales, q_offsets, key.offsets(), block_mask, schedule, _scale(scale, k), left, right,
+                implementation.name, out_dtype == torch.float16, _slack(query, key, value), key.layout.is_complete,
+            )  # fmt: skip
             if one_head:
                 out, lse = out.squeeze(-2), lse.squeeze(1)
             result = query._of(out, query.layout) if isinstance(query, JaggedTensor) else out
@@ -209,30 +214,3 @@ def _check_scales(scales: Sequence[Tensor], packed: dict[str, Tensor], one_head:
         heads = x.shape[-2]
         if s.dim() and (one_head or s.shape != (heads,)):
             fail(f"the scale of {name}", "of shape []" if one_head else f"of shape [{heads}] (its heads) or []", s)
-
-
-def _attend_in_8_bits(
-    choice: Choice,
-    problem: AttentionProblem,
-    operands: tuple[Tensor | JaggedTensor, JaggedTensor, JaggedTensor],
-    packed: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-    by: Quantised,
-    block_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """By the kernel: no operator of torch, so that torch.compile leaves its graph here."""
-    query, key, _ = operands
-    q, k, v = packed
-    q_layout = query.layout if isinstance(query, JaggedTensor) else None
-    rows = (k.shape[0], q.shape[0])
-    schedule, _ = choice.implementation.schedules(problem, key.layout, q_layout, *rows, False, block_mask)
-    q_offsets = None if q_layout is None else q_layout.offsets()
-    complete = key.layout.is_complete
-    args = AttentionArgs(
-        problem, q, k, v, q_offsets, key.offsets(), scale, _slack(*operands), complete, schedule, block_mask
-    )
-    return choice.implementation.launcher().forward(args, quantised=by)
-
-
-# What torch.compiler.disable does, but for its import of dynamo.
-_attend_in_8_bits._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -3,12 +3,16 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from jaggedtensor import JaggedTensor, attend, attend_fp8, dequantize_fp8, quantize_fp8
+from jaggedtensor.kernels import dispatch
 from jaggedtensor.ops.fp8 import choose_fp8
+from jaggedtensor.ops.reference import attend_reference
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 
 E4M3 = torch.float8_e4m3fn
@@ -200,3 +204,77 @@ def test_explain_says_who_takes_8_bits_and_who_dequantises():
     assert "float8_e4m3fn" in told
     assert "none: in 8 bits there is no gradient" in told
     assert "float32" in str(k8.explain(q8))
+
+
+class Twice(torch.nn.Module):
+    """Attention in 8 bits with something before and after it."""
+
+    def __init__(self, backend=None):
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, query, values, offsets):
+        keys = JaggedTensor(values, offsets)
+        (q8, q_scale), (k8, k_scale) = quantize_fp8(query), quantize_fp8(keys)
+        return attend_fp8(q8, k8, scales=(q_scale, k_scale), causal=True, backend=self.backend).float() * 2
+
+
+def compiled_and_eager(module, lengths, **options):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(module, backend=counter, **options)
+    for some in lengths:
+        query, keys = normal(3, 4, 16), batch(some, 2, 16)
+        with torch.no_grad():
+            inputs = (query, keys.values(), keys.offsets())
+            assert torch.equal(run(*inputs), module(*inputs))
+    torch._dynamo.reset()
+    return counter
+
+
+def test_where_operands_are_dequantised_it_compiles_whole():
+    counter = compiled_and_eager(Twice(), ((5, 0, 130, 1), (3, 9), (0, 2, 2, 4), (1, 1)), fullgraph=True)
+    assert counter.frame_count <= 2  # the second for any batch
+
+
+@pytest.fixture
+def on_b200(monkeypatch):
+    """Where a kernel takes 8 bits, here one that does the same slowly; the list gets what it was called with."""
+    calls = []
+
+    def forward(args, quantised):
+        assert not torch.compiler.is_compiling()
+        calls.append(args)
+        q, k, v = (dequantize_fp8(x, s) for x, s in zip((args.q, args.k, args.v), quantised[:3], strict=True))
+        window = dict(left=args.problem.left, right=args.problem.right)
+        out, lse = attend_reference(q, k, v, args.q_offsets, args.k_offsets, scale=args.scale, **window)
+        return out.to(quantised.out_dtype).contiguous(), lse.contiguous()
+
+    b200 = Device("cuda", (10, 0), 148, 227 << 10)
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: b200))
+    monkeypatch.setattr("jaggedtensor.problem._PROBLEMS", {})
+    monkeypatch.setitem(dispatch._LAUNCHERS, "blackwell", SimpleNamespace(forward=forward))
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_a_kernel_of_8_bits_is_an_operator_of_the_graph(on_b200):
+    batches = ((5, 0, 130, 1), (3, 9), (0, 2, 2, 4), (1, 1))
+    counter = compiled_and_eager(Twice("blackwell"), batches, fullgraph=True)
+    assert len(on_b200) == 2 * len(batches)  # once as it is, once compiled
+    assert all(args.schedule for args in on_b200)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("query", ["broadcast", "per sequence", "jagged"])
+def test_the_operator_of_8_bits_keeps_its_promises(query, out_dtype, on_b200):
+    by = [quantize_fp8(x) for x in operands(query)]
+    (q, k, v), scales = (x.values() if isinstance(x, JaggedTensor) else x for x, _ in by), [s for _, s in by]
+    q_offsets = by[0][0].offsets() if query == "jagged" else None
+    half, options = out_dtype == torch.float16, ([], 0.25, -1, 0, "blackwell")
+    arguments = (q, k, v, *scales, q_offsets, by[1][0].offsets(), None, *options, half, False, False)
+    operator = torch.ops.jaggedtensor.attend_fp8.default
+    assert operator(*arguments)[0].dtype == out_dtype
+    tested = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # not sums of e4m3
+    torch.library.opcheck(operator, arguments, test_utils=tested)
