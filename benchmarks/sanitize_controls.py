@@ -1,8 +1,9 @@
-"""Kernels that show what a sanitizer can be trusted with: two that are right, and two with a fault that it must find.
+"""Kernels that show what a sanitizer can be trusted with: three that are right, and two with a fault that it must find.
 
-quiet     roles that touch no shared memory of their own: what is reported of it is the compiler's doing
-channel   one warp writes by ordinary stores, four read, ordered by mbarriers alone, as our kernels do it
-hasty     the same, but the reader does not wait: a race
+quiet     roles that touch no shared memory of their own
+channel   four warps write by ordinary stores, four read, ordered by mbarriers alone, as our kernels do it
+narrow    the same, but one warp writes
+hasty     as `channel`, but the reader does not wait the last time: a race
 overrun   a store past the end of an allocation
 """
 
@@ -38,25 +39,23 @@ def quiet_kernel(x, SIZE: gl.constexpr, ROUNDS: gl.constexpr):
 
 
 @gluon.jit
-def read_role(out, channel, SIZE: gl.constexpr, ROUNDS: gl.constexpr, WAITS: gl.constexpr):
+def read_role(out, channel, SIZE: gl.constexpr, ROUNDS: gl.constexpr, HASTY: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lanes = gl.arange(0, SIZE, layout)
     total = gl.zeros([SIZE], gl.float32, layout)
     at = channel.start()
-    for _ in range(ROUNDS):
-        if WAITS:
-            slot, at = channel.acquire_full(at)
-        else:
-            slot, at = channel.slot(at), at.next()
+    for _ in range(ROUNDS - HASTY):
+        slot, at = channel.acquire_full(at)
         total += slot.buffer.load(layout)
         slot.release()
+    if HASTY:
+        total += channel.slot(at).buffer.load(layout)
     gl.store(out + lanes, total)
 
 
 @gluon.jit
-def write_role(x, channel, SIZE: gl.constexpr, ROUNDS: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    lanes = gl.arange(0, SIZE, layout)
+def write_role(x, channel, SIZE: gl.constexpr, ROUNDS: gl.constexpr, WARPS: gl.constexpr):
+    lanes = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [WARPS], [0]))
     at = channel.start()
     for i in range(ROUNDS):
         slot, at = channel.acquire_empty(at)
@@ -65,11 +64,13 @@ def write_role(x, channel, SIZE: gl.constexpr, ROUNDS: gl.constexpr):
 
 
 @gluon.jit
-def channel_kernel(x, out, SIZE: gl.constexpr, ROUNDS: gl.constexpr, WAITS: gl.constexpr):
-    """out fp32 [SIZE] = the sum of x fp32 [ROUNDS, SIZE], if WAITS."""
+def channel_kernel(x, out, SIZE: gl.constexpr, ROUNDS: gl.constexpr, WARPS: gl.constexpr, HASTY: gl.constexpr):
+    """out fp32 [SIZE] = the sum of x fp32 [ROUNDS, SIZE], unless HASTY."""
     channel = make_channel(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]), 2)
     gl.warp_specialize(
-        [(read_role, (out, channel, SIZE, ROUNDS, WAITS)), (write_role, (x, channel, SIZE, ROUNDS))], [1], [24]
+        [(read_role, (out, channel, SIZE, ROUNDS, HASTY)), (write_role, (x, channel, SIZE, ROUNDS, WARPS))],
+        [WARPS],
+        [24],
     )
 
 
@@ -86,15 +87,19 @@ def quiet() -> None:
     assert torch.equal(x, expected)
 
 
-def channel(waits: bool = True) -> None:
+def channel(warps: int = 4, hasty: bool = False) -> None:
     x, out = torch.randn(ROUNDS, SIZE, device="cuda"), torch.empty(SIZE, device="cuda")
-    channel_kernel[(8,)](x, out, SIZE, ROUNDS, waits)  # all CTAs store the same
+    channel_kernel[(8,)](x, out, SIZE, ROUNDS, warps, int(hasty))  # all CTAs store the same
     torch.cuda.synchronize()
-    assert not waits or (out - x.sum(0)).abs().max() < 1e-5
+    assert hasty or (out - x.sum(0)).abs().max() < 1e-5
+
+
+def narrow() -> None:
+    channel(warps=1)
 
 
 def hasty() -> None:
-    channel(waits=False)
+    channel(hasty=True)
 
 
 def overrun() -> None:
