@@ -64,7 +64,7 @@ def test_roles_are_told_what_to_do_between_barriers(name, which, sanitize):
 
 @pytest.mark.parametrize("name", ["jagged 128", "jagged 128, causal, groups of 4"])
 def test_what_one_warp_stores_is_published_by_all_its_lanes(name):
-    """Nobody arrives at an mbarrier right after a store: the lanes of the warp, or all warps of the role, meet first."""
+    """Nobody arrives at an mbarrier right after a store: the warp, or all warps of the role, meet first."""
     (kernel,) = compiled(CASES[name], "sm_90", Pass.BACKWARD)
     steps = re.findall(
         r"^\s*(?:@%p\d+ )?(st\.shared|bar\.warp\.sync|bar(?:rier)?\.sync|mbarrier\.arrive)",
