@@ -161,6 +161,11 @@ def test_parts_of_a_long_query_add_up_in_their_order():
     run(LONG, "round_robin", 0)
 
 
+def test_a_part_does_not_wait_forever_for_the_next_one():
+    """Which comes only when the first has left, here: each part loses its patience once."""
+    run(LONG, "round_robin", 0, lead=1, patience=3)
+
+
 def test_rings_of_any_depth():
     for k_stages, v_stages in ((2, 1), (2, 2), (8, 4)):
         for order, seed in schedules(1):
@@ -171,7 +176,7 @@ def run_some(order, seed):
     for name in ("tiles cut between two CTAs", "two heads, groups of two"):
         run(CASES[name], order, seed)
     if order == "round_robin":
-        run(LONG, order, seed)
+        run(LONG, order, seed, lead=1, patience=3)
 
 
 ONE_AT_A_TIME = "CTAs run one after the other on the emulator, so that the one before has written everything"

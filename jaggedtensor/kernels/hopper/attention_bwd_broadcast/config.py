@@ -27,6 +27,8 @@ class Config:
     q_heads: int
     workers: int  # shares of the keys of a head
     parts: int  # CTAs for each share, with 128 rows each
+    lead: int = 12  # tiles that a part may be ahead of the next one
+    patience: int = 4096  # questions, of about a microsecond each, in which the next one has to do something
 
     @property
     def options(self) -> dict[str, int | bool]:

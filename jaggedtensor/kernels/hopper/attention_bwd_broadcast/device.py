@@ -19,7 +19,7 @@ dX leaves through the buffer that P (or dS) of its tile was in, which only its m
 dP waits for the new dO, and dO for the last dX that reads the old one. TMA reads zeros past the end of a sequence and
 stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite dS, which meets K = 0 in dQ.
 
-A query of more rows has a CTA for each 128 of them, in a chain: see `store_role`.
+A query of more rows has a CTA for each 128 of them, in a chain: see `store_role`, and `held_back`.
 """
 
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
@@ -118,14 +118,30 @@ def my_range(schedule, C: gl.constexpr):
 
 
 @gluon.jit
-def load_keys_role(schedule, descriptors, channels, C: gl.constexpr):
+def held_back(next_one, turn, known, patience, C: gl.constexpr):
+    """Wait while the next CTA of the chain is `C.lead` tiles behind, so that what it reads and adds to is still in L2.
+    It may be on the GPU only when this one has left it: without any progress for long, nobody waits again."""
+    while (turn - known >= C.lead) & (patience > 0):
+        seen = gl.atomic_add(next_one, 0, sem="relaxed", scope="gpu")
+        patience = gl.where(seen > known, C.patience, patience - 1)
+        known = seen
+    return known, patience
+
+
+@gluon.jit
+def load_keys_role(schedule, descriptors, progress, channels, C: gl.constexpr):
     k_desc, v_desc = descriptors
     begin, end = my_range(schedule, C)
     walk = start_walk(schedule, begin, end)
     k_at, v_at = channels.k.start(), channels.v.start()
+    turn, known = 0, 0  # tiles of this CTA; those that the next has written
+    patience = gl.where(my_part(C) < C.parts - 1, C.patience, 0)  # the last CTA of a chain waits for nobody
     for t in range(begin, end):
         tile, span = walk.tile, walk.span
         for block in range(tile.kv_begin, tile.kv_end):
+            if C.parts > 1:
+                known, patience = held_back(progress + gl.program_id(0) + 1, turn, known, patience, C)
+                turn += 1
             place = ragged_place(span.k_start, span.k_count, block * C.block_n, tile.head)
             slot, k_at = channels.k.acquire_empty(k_at)
             slot.load(k_desc, place)
@@ -405,7 +421,7 @@ def broadcast_kernel(
         [
             (make_role, (head, schedule, statistics, shares, channels, scales, True, C)),
             (make_role, (head, schedule, statistics, shares, channels, scales, False, C)),
-            (load_keys_role, (schedule, (k, v), channels, C)),
+            (load_keys_role, (schedule, (k, v), progress, channels, C)),
             (load_queries_role, (schedule, (q, grad_out), channels, C)),
             (store_role, (schedule, dv, channels.dv, progress, C)),
             (store_role, (schedule, dk, channels.dk, progress + gl.num_programs(0), C)),
