@@ -173,6 +173,25 @@ def test_padding_an_entirely_empty_batch_gives_fill_and_a_gradient_of_no_rows():
     assert values.grad.shape == (0, 4, 64)
 
 
+@pytest.mark.parametrize("lengths", [(2, 2, 0, 0), (0, 0, 3), (0, 0), ()], ids=str)
+def test_empty_sequences_at_either_end_are_there_in_every_operation(lengths):
+    """EMP-10."""
+    tensors = tensors_of(lengths, (2,))
+    jt = JaggedTensor.from_list(tensors) if tensors else JaggedTensor(torch.zeros(0, 2), torch.tensor([0]))
+    assert jt.offsets().shape == (len(lengths) + 1,)
+    assert jt.lengths().tolist() == list(lengths)
+    assert_lists_equal(jt.unbind(), tensors)
+    assert jt.to_padded().shape == (len(lengths), max(lengths, default=0), 2)
+    assert jt.mask().sum(1).tolist() == list(lengths)
+    for mine, x in zip(jt.sum(1), tensors, strict=True):
+        torch.testing.assert_close(mine, x.sum(0))
+    parts = jt.split(1)
+    assert [part.lengths().tolist() for part in parts] == ([[n] for n in lengths] or [[]])  # as torch splits nothing
+    twice = JaggedTensor.cat([jt, *parts])
+    assert twice.lengths().tolist() == [*lengths, *lengths]
+    assert_lists_equal(twice.unbind(), [*tensors, *tensors])
+
+
 @given(batches())
 def test_nested_tensors_hold_the_same_sequences(jt):
     nested = jt.to_nested()

@@ -308,6 +308,15 @@ def test_dynamic_hands_out_the_longest_first():
     assert [(row.sequence, row.head) for row in tiles_of(schedule)] == [(s, h) for s in (1, 4, 3, 0) for h in (0, 1)]
 
 
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+def test_tiles_are_as_many_as_tokens_and_sequences_need(kind):
+    """OVF-12: whatever the number of sequences, each of 34 tokens has one block of queries for each head."""
+    for batch in (128, 4096):
+        layout = JaggedLayout.from_lengths(torch.full((batch,), 34))
+        schedule = layout.schedule(kind, q_len=layout, heads=12, workers=132, block_q=64, block_kv=64)
+        assert batch * 12 <= int(schedule.count) <= batch * 12 + 132
+
+
 def test_zigzag_deals_in_alternating_direction():
     schedule = check(Case([6, 5, 4, 3, 2, 1], [1] * 6, kind=ScheduleKind.ZIGZAG, block_kv=1, workers=3))
     dealt = [[row.sequence for row in tiles_of(schedule)[2 * w : 2 * w + 2]] for w in range(3)]
