@@ -67,6 +67,10 @@ CASES: dict[str, CompileCase] = {
     "jagged 128, causal, groups of 4": CompileCase(case_of(J, 128, causal=True, heads=8)),
     "jagged 64, window, groups of 4": CompileCase(case_of(J, 64, heads=4, kv_heads=1, window=(30, 5))),
     "jagged 192 and 128, causal": CompileCase(case_of(J, 192, 128, causal=True)),
+    "jagged 256, window, 6 heads": CompileCase(case_of(J, 256, heads=6, kv_heads=1, window=(30, 5)), only="backward"),
+    "jagged 128, a mask, the same bits": CompileCase(
+        case_of(J, 128, mask_share=0.5), deterministic=True, only="backward"
+    ),
     "broadcast 128, tiles asked for": CompileCase(case_of(B, 128), only="sm_100 forward", run=_asking),
     "jagged 128, tiles asked for": CompileCase(case_of(J, 128), only="sm_100 forward", run=_asking),
     "broadcast 128, e4m3": CompileCase(case_of(B, 128), only="forward blackwell", run=_in_e4m3),

@@ -40,6 +40,7 @@ class Reason:
 
 _BROADCAST, _FORWARD = "blackwell/attention_bwd_broadcast", "blackwell/attention_fwd"
 _PAIR, _GENERAL = "blackwell/attention_bwd_2cta", "blackwell/attention_bwd_1cta"
+_WIDE = "blackwell/attention_bwd_wide"
 _RESCALE = Reason(
     "a barrier around each half of O, passed over where no peak grows; with Triton 3.8 a vote by shuffles; who "
     "it is among threads and rows is read again",
@@ -90,6 +91,13 @@ REASONS: dict[tuple[str, ...], Reason] = {
         f"waits and commits of a tile's first and last block; 4000 cycles to issue in; {_CONSTANTS}", 1.5, 8
     ),
     (_GENERAL, "statistics_role"): Reason(_CONSTANTS, loads=2),
+    (_WIDE, "drain_role"): Reason(f"a trip is a tile, whose whole gradient leaves in it; {_CONSTANTS}", 1.8, 1),
+    (_WIDE, "compute_role"): Reason(f"{_CONSTANTS}; in fp16, dS is clamped", 1.25, 1),
+    (_WIDE, "compute_role", "window"): Reason("masks, in a branch that only blocks take which they cut", 1.25, 2),
+    (_WIDE, "mma_role"): Reason(
+        f"blocks of 64, so fewer products for as many waits; 1200 cycles to issue in; {_CONSTANTS}", 1.6, 2
+    ),
+    (_WIDE, "load_role"): Reason("one warp for all four operands, with 1200 cycles for a trip", 2.0),
     ("hopper/attention_bwd", "consume_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd", "consume_role", "window"): Reason(
         "masks take registers that scores need", loads=40, stores=10

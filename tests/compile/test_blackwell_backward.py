@@ -16,7 +16,8 @@ if sys.platform != "linux" or triton_version() < GLUON_NEEDS:
 
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta import config as general
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
-from jaggedtensor.kernels.blackwell.plan import backward_family, backward_lacks, plan_backward
+from jaggedtensor.kernels.blackwell.attention_bwd_wide import config as wide
+from jaggedtensor.kernels.blackwell.plan import backward_family, backward_lacks, backward_told, plan_backward
 from jaggedtensor.testing.launches import GPUS
 
 
@@ -76,6 +77,30 @@ def test_backward_that_keeps_keys_on_a_cta_compiles_within_its_budgets(arch, nam
     assert drain[0].counts["UTMAREDG"] == config.block_d // general.SLICE
 
 
+WIDE = [
+    ("sm_100", "jagged 256"),
+    ("sm_103", "broadcast 256"),
+    ("sm_100", "jagged 256, window, 6 heads"),
+    ("sm_100", "broadcast 128, a mask"),
+]
+
+
+@pytest.mark.parametrize(("arch", "name"), WIDE)
+def test_backward_in_a_pass_for_each_gradient_compiles_within_its_budgets(arch, name, compile_within_rules):
+    kernels = compile_within_rules(name, arch, "backward")
+    assert [kernel.config.gradient for kernel in kernels] == list(wide.Gradient)
+    for kernel in kernels:
+        assert kernel.family.endswith("attention_bwd_wide")
+        config, roles = kernel.config, kernel.roles
+        assert kernel.tensor_columns <= 512 >= config.tensor_columns
+        compute, mma = (roles[f"{name}_role"].loops[0] for name in ("compute", "mma"))
+        assert compute.counts["MUFU"] - wide.STREAMED in (0, 1)  # one more where a division tells heads of a group
+        # Sixteen of the inner dimension each: S, dP, and the gradient of 64 that pass.
+        d, dv = config.block_d // 16, config.block_dv // 16
+        assert mma.counts["UTCHMMA"] == d + dv * config.differs + 4
+        assert compute.counts.get("STL", 0) == mma.counts.get("STL", 0) == 0
+
+
 def test_a_problem_beyond_the_budgets_is_refused_by_name():
     refused = {
         "1 to 128 query rows": problem_of(33, heads=16, kv_heads=4),
@@ -100,27 +125,56 @@ def test_a_problem_beyond_the_budgets_is_refused_by_name():
         "up to 128": general_problem(dim=192),
     }
     for words, problem in refused.items():
+        (reason,) = general.lacks(problem)
+        assert re.search(words, reason), reason
+    refused = {
+        "float32": general_problem(dtype=torch.float32),
+        "multiples of 8": problem_of(dim=68),
+        "up to 256": problem_of(dim=264),
+    }
+    for words, problem in refused.items():
         (reason,) = backward_lacks(problem)
         assert re.search(words, reason), reason
+
+
+def test_what_other_kernels_lack_has_a_pass_for_each_gradient():
+    """Wide heads, any groups, block masks and many rows of a broadcast query, the same bits under a mask."""
+    problems = {
+        "broadcast takes head dimensions up to 128": problem_of(dim=192),
+        "general takes head dimensions up to 128": general_problem(dim=256, value_dim=128, left=3, deterministic=True),
+        "general takes groups of 1, 2, 4, ... heads, not 3": general_problem(heads=12, kv_heads=4),
+        "general takes no block mask of a broadcast query": problem_of(masked=True),
+        "general takes 1 to 1024 rows of a broadcast query for a head of keys, not 2000": problem_of(2000),
+        "general adds dQ in no order under a block mask": general_problem(masked=True, deterministic=True),
+    }
+    for words, problem in problems.items():
+        told = backward_told(problem)
+        assert told.startswith("wide (passed over: broadcast "), told
+        assert words in told
+
+
+def test_a_pass_has_the_heads_of_a_group_that_a_block_holds():
+    for group, heads, parts in ((1, 1, 1), (2, 2, 1), (3, 1, 3), (6, 2, 3), (12, 4, 3), (64, 64, 1), (128, 64, 2)):
+        config = wide.select(general_problem(heads=2 * group, kv_heads=2), wide.Gradient.KEY)
+        assert (config.group, config.parts) == (heads, parts)
 
 
 def test_no_cta_is_left_over_for_a_second_round():
     for heads in (1, 3, 4, 5, 8, 60, 148):
         assert heads * broadcast.select(problem_of(heads=heads, kv_heads=heads)).workers <= 148
+    for rows, heads in ((1, 4), (128, 4), (300, 4), (1000, 8), (17, 148)):
+        config = wide.select(problem_of(rows, heads=heads, kv_heads=heads, dim=256), wide.Gradient.QUERY)
+        assert heads * config.q_blocks * config.workers <= 148
     assert broadcast.select(problem_of(device=Device("cuda", (10, 0), 2, 227 << 10))).workers == 1
 
 
-def test_the_portable_kernels_do_what_is_refused():
-    """Launchers and schedules."""
+def test_each_problem_has_the_schedule_of_its_family():
     blackwell, portable = by_name("blackwell"), by_name("portable")
     keys = JaggedLayout.from_lengths(torch.tensor([300, 0, 5]))
-    families = {"broadcast": problem_of(), "general": problem_of(300), None: problem_of(dim=192)}
-    for family, problem in families.items():
-        serves = portable if family is None else blackwell
-        assert blackwell.backward_launcher(problem) is serves.launcher()
+    for family, problem in {"broadcast": problem_of(), "general": problem_of(300), "wide": problem_of(dim=192)}.items():
+        assert backward_family(problem) == family
+        assert blackwell.backward_launcher(problem) is blackwell.launcher()
         _, found = blackwell.schedules(problem, keys, None, 305, 128, True)
-        assert family is None or backward_family(problem) == family
-        own = plan_backward(problem, keys, None, 305, 128) if serves is blackwell else None
-        wanted = own or portable.schedules(problem, keys, None, 305, 128, True)[1]
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, plan_backward(problem, keys, None, 305, 128), strict=True))
         assert blackwell.schedules(problem, keys, None, 305, 128, False)[1] == []
+    assert blackwell.backward_launcher(problem_of(dtype=torch.float32)) is portable.launcher()

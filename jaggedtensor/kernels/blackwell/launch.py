@@ -7,11 +7,12 @@ from torch import Tensor
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta import launch as general
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta import launch as pair
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import launch as broadcast
+from jaggedtensor.kernels.blackwell.attention_bwd_wide import launch as wide
 from jaggedtensor.kernels.blackwell.attention_fwd.launch import forward as forward
 from jaggedtensor.kernels.blackwell.plan import backward_family
 from jaggedtensor.problem import AttentionArgs
 
-_FAMILIES = {"broadcast": broadcast, "pair": pair, "general": general}
+_FAMILIES = {"broadcast": broadcast, "pair": pair, "general": general, "wide": wide}
 
 
 def backward(

@@ -13,6 +13,7 @@ from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.blackwell.attention_bwd_1cta import config as general
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta import config as pair
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
+from jaggedtensor.kernels.blackwell.attention_bwd_wide import config as wide
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
 from jaggedtensor.problem import AttentionProblem
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis
@@ -93,14 +94,14 @@ def plan_forward(
 
 
 # Best first: a broadcast query of up to 128 rows keeps its gradient on the chip, and pairs of CTAs send half as much of
-# it as CTAs alone.
-BACKWARD = {"broadcast": broadcast, "pair": pair, "general": general}
+# it as CTAs alone. A pass for each gradient multiplies more, but takes whatever is in two bytes.
+BACKWARD = {"broadcast": broadcast, "pair": pair, "general": general, "wide": wide}
 
 
 @functools.lru_cache(maxsize=512)
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
-    return broadcast.lacks(problem) and pair.lacks(problem) and general.lacks(problem)
+    return broadcast.lacks(problem) and pair.lacks(problem) and general.lacks(problem) and wide.lacks(problem)
 
 
 @functools.lru_cache(maxsize=512)
@@ -134,7 +135,8 @@ def plan_backward(
         return plan_broadcast_backward(problem, keys, rows)
     if family == "pair":
         return plan_pair_backward(problem, keys, query, rows, q_rows)
-    return plan_general_backward(problem, keys, query, rows, q_rows, block_mask)
+    plan_of = plan_wide_backward if family == "wide" else plan_general_backward
+    return plan_of(problem, keys, query, rows, q_rows, block_mask)
 
 
 def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
@@ -218,3 +220,47 @@ def plan_pair_backward(
     )
     assert schedule.worker_offsets is not None
     return [schedule.tiles, schedule.worker_offsets]
+
+
+def plan_wide_backward(
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    block_mask: Tensor | None = None,
+) -> list[Tensor]:
+    """Blocks of query rows with the blocks of keys that they see, for dQ, and the other way round, for dK and dV; with
+    a mask each has its list of blocks. Dealt back and forth, the longest first; where each CTA has a share of dQ, in
+    equal ranges of those of a head."""
+    config = wide.select(problem, wide.Gradient.QUERY)
+    q_len = problem.q_len if query is None else query
+    assert q_len is not None
+    heads = problem.q_heads // config.group
+    processors = problem.device.processors
+    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
+    found = []
+    for axis in (TileAxis.QUERY, TileAxis.KEY):
+        by_query = axis is TileAxis.QUERY
+        shares = by_query and config.shares
+        schedule = keys.schedule(
+            ScheduleKind.STREAM_K if shares else ScheduleKind.ZIGZAG,
+            axis=axis,
+            q_len=q_len,
+            heads=heads if by_query else problem.kv_heads,
+            group=config.group,
+            block_q=wide.ANCHORED if by_query else wide.STREAMED,
+            block_kv=wide.STREAMED if by_query else wide.ANCHORED,
+            workers=heads * config.workers if shares else processors,
+            left=problem.left,
+            right=problem.right,
+            tile_cost=2,
+            rows=rows,
+            q_rows=q_rows,
+            **mask,
+        )
+        assert schedule.worker_offsets is not None
+        found += [schedule.tiles, schedule.worker_offsets]
+        if block_mask is not None:  # the list is None where nothing has any work
+            found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
+    return found
