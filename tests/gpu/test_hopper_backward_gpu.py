@@ -60,19 +60,6 @@ def test_batches_of_all_shapes(lengths):
     check(Call.random(lengths, 33, heads=(2, 2), dims=(128, 128)))
 
 
-@pytest.mark.parametrize("rows", [128, 512])
-def test_the_same_bits_from_run_to_run_beside_other_work(rows):
-    """EMP-07: a schedule of CTAs that wait for each other neither hangs nor changes a bit."""
-    call = Call.random(LENGTHS * 20, rows, heads=(4, 4), dims=(128, 128))
-    first, other, noise = call.run("hopper"), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
-    for turn in range(100):
-        with torch.cuda.stream(other):
-            for _ in range(turn % 7):
-                noise @ noise
-        for name, a, b in zip(first._fields, first, call.run("hopper"), strict=True):
-            assert torch.equal(a, b), f"{name} in turn {turn}"
-
-
 OTHERS = (330, 7, 0, 16, 300, 64, 1, 700, 1, 200, 0, 63)
 WINDOWS = [{}, {"causal": True}, {"window": (100, 30)}, {"window": (-1, 40)}, {"window": (70, -1)}]
 
@@ -89,19 +76,35 @@ def test_queries_of_each_sequence(query, heads, window, deterministic):
     )
 
 
-@pytest.mark.parametrize("window", [{}, {"causal": True}, {"window": (300, 64)}], ids=str)
-def test_turns_give_the_same_bits_from_run_to_run_beside_other_work(window):
-    """EMP-07 for CTAs that add to dQ one after the other."""
+def broadcast_calls():
+    """CTAs in a chain for each 128 rows, which wait for each other in both directions."""
+    return [Call.random(LENGTHS * 20, rows, heads=(4, 4), dims=(128, 128)) for rows in (128, 256, 512)]
+
+
+def general_calls():
+    """CTAs that add to dQ one after the other."""
     lengths = (2000, 130, 0, 700, 129, 64, 1, 4000) * 3
-    call = Call.random(lengths, lengths, heads=(4, 4), dims=(128, 128), deterministic=True, **window)
-    first, other, noise = call.run("hopper"), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
-    call.check(first, range(8))
-    for turn in range(70):
+    return [
+        Call.random(lengths, lengths, heads=(4, 4), dims=(128, 128), deterministic=True, **window)
+        for window in ({}, {"causal": True}, {"window": (300, 64)})
+    ]
+
+
+@pytest.mark.parametrize("make", [broadcast_calls, general_calls])
+def test_the_same_bits_in_shuffled_repeats_beside_other_work(make):
+    """EMP-07: CTAs that wait for each other neither hang nor change a bit, whatever ran before."""
+    calls, generator = make(), torch.Generator().manual_seed(0)
+    first = [call.run("hopper") for call in calls]
+    for call, got in zip(calls, first, strict=True):
+        call.check(got, range(8))
+    other, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for turn in range(200):
         with torch.cuda.stream(other):
             for _ in range(turn % 7):
                 noise @ noise
-        for name, a, b in zip(first._fields, first, call.run("hopper"), strict=True):
-            assert torch.equal(a, b), f"{name} in turn {turn}"
+        for i in torch.randperm(len(calls), generator=generator).tolist():
+            for name, a, b in zip(first[i]._fields, first[i], calls[i].run("hopper"), strict=True):
+                assert torch.equal(a, b), f"{name} of call {i} in turn {turn}"
 
 
 def test_what_is_lacking_goes_to_the_portable_kernels():
