@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -31,6 +32,14 @@ def _asking(args: AttentionArgs) -> None:
     from jaggedtensor.kernels.blackwell.attention_fwd import config, launch
 
     launch.forward(args, config.select(args.problem, answers=2))
+
+
+def _much(args: AttentionArgs) -> None:
+    """The Hopper forward of so many keys that rows are anchored: its two launches."""
+    from jaggedtensor.kernels.hopper.attention_fwd import launch
+
+    with patch.object(launch, "MUCH", 0):
+        launch.forward(args)
 
 
 def _in_e4m3(args: AttentionArgs) -> None:
@@ -73,6 +82,9 @@ CASES: dict[str, CompileCase] = {
     ),
     "broadcast 128, tiles asked for": CompileCase(case_of(B, 128), only="sm_100 forward", run=_asking),
     "jagged 128, tiles asked for": CompileCase(case_of(J, 128), only="sm_100 forward", run=_asking),
+    "jagged 128, much": CompileCase(case_of(J, 128), quick=True, only="sm_90 forward", run=_much),
+    "jagged 64, much": CompileCase(case_of(J, 64, dtype=FP16), only="sm_90 forward", run=_much),
+    "broadcast 128, 256 rows, much": CompileCase(case_of(B, 128, q_length=256), only="sm_90 forward", run=_much),
     "broadcast 128, e4m3": CompileCase(case_of(B, 128), only="forward blackwell", run=_in_e4m3),
     "jagged 128, e4m3": CompileCase(case_of(J, 128), quick=True, only="forward blackwell", run=_in_e4m3),
     "jagged 64, window, groups of 4, e4m3": CompileCase(

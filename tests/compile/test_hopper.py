@@ -37,11 +37,30 @@ def test_forward_compiles_within_its_budgets(name, compile_within_rules):
     config = kernel.config
     assert kernel.shared <= config.shared_memory <= budget(config.ctas)
     assert {config.registers, LOADING} <= kernel.asked, kernel.asked
-    (consume,) = (role for role in kernel.roles.values() if role.kind == "consume")
-    assert len(consume.loops) >= config.consumers
-    for loop in consume.loops:
+    for loop in consuming(kernel).loops:
         assert loop.counts["HGMMA"] * 16 * 64 >= config.block_n * config.block_dv / 4, loop.counts
         assert not config.settles or exponentials_after_the_wait(loop) == 0
+
+
+@pytest.mark.parametrize("name", ["jagged 128, much", "jagged 64, much", "broadcast 128, 256 rows, much"])
+def test_anchored_rows_have_no_maximum_in_the_loop(name, compile_within_rules):
+    """Nor anything else that one key's score has to wait for another's for; the second launch is as without anchors."""
+    first, redo = compile_within_rules(name, "sm_90", "forward")
+    for kernel in (first, redo):
+        config = kernel.config
+        assert kernel.shared <= config.shared_memory <= budget(config.ctas)
+        assert {config.registers, LOADING} <= kernel.asked, kernel.asked
+        assert serialised(kernel, "sm_90") == []
+    for loop in consuming(first).loops:
+        assert loop.counts["SHFL"] == loop.counts["FMNMX"] == 0, loop.counts
+        assert not first.config.settles or exponentials_after_the_wait(loop) == 0
+    assert all(loop.counts["SHFL"] for loop in consuming(redo).loops)
+
+
+def consuming(kernel):
+    (role,) = (role for role in kernel.roles.values() if role.kind == "consume")
+    assert len(role.loops) >= kernel.config.consumers
+    return role
 
 
 def exponentials_after_the_wait(loop):

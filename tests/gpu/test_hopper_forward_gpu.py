@@ -3,11 +3,14 @@
 The case list in other files of this folder runs with it too: JAGGEDTENSOR_TEST_BACKEND=hopper.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from jaggedtensor import JaggedLayout, JaggedTensor, ScheduleKind, attend
 from jaggedtensor.kernels.dispatch import by_name, choose
+from jaggedtensor.kernels.hopper.attention_fwd import launch
 from jaggedtensor.problem import AttentionProblem, QueryKind
 from jaggedtensor.testing import AttentionCase
 from jaggedtensor.testing.attention import attend_by_sequence
@@ -39,9 +42,11 @@ def packed(x):
 
 
 @torch.no_grad()
-def check(case):
-    """Forward alone: backward has kernels and tests of its own."""
+def check(case, change=None):
+    """Forward alone: backward has kernels and tests of its own. A `change` is one of the keys."""
     q, k, v = case.inputs("cuda")
+    if change is not None:
+        k = change(k)
     out, lse = attend(q, k, v, **case.options, return_lse=True, backend="hopper")
     q_offsets = q.offsets().cpu() if isinstance(q, JaggedTensor) else None
     exact, low = (
@@ -53,6 +58,7 @@ def check(case):
     )  # fmt: skip
     assert_within_budget(packed(out), low[0], exact[0], "out")
     assert_within_budget(lse, low[1].float(), exact[1], "lse")
+    return packed(out)
 
 
 def case_of(query, dim=64, value_dim=None, dtype=torch.bfloat16, **options):
@@ -137,6 +143,95 @@ def test_nan_beyond_a_sequence_is_never_read():
         others = [j for j in range(len(K_LENGTHS)) if j != i]
         assert torch.equal(dirty[others], clean[others])
         assert dirty[i].isnan().all()
+
+
+@pytest.fixture
+def anchored(monkeypatch):
+    """However few keys there are. Gives a list of the tensors of flags, which the first launches write."""
+    monkeypatch.setattr(launch, "MUCH", 0)
+    monkeypatch.setattr(launch, "_CALLS", {})
+    flags, as_it_is = [], launch.Variant.launch
+
+    def recorded(self, programs, descriptors, args, aligned=True):
+        if getattr(args[-1], "anchored", False):  # flags of tiles that there are; the others stay 0
+            args[7].zero_()
+            flags.append(args[7])
+        as_it_is(self, programs, descriptors, args, aligned)
+
+    monkeypatch.setattr(launch.Variant, "launch", recorded)
+    return flags
+
+
+@pytest.mark.parametrize("query", [B, P, J], ids=lambda kind: kind.name)
+def test_anchored_rows(query, anchored):
+    for dims, dtype in (((64, 64), torch.float16), ((128, 128), torch.bfloat16), ((72, 40), torch.bfloat16)):
+        check(case_of(query, *dims, dtype=dtype, q_length=200))
+    check(case_of(query, 128, dtype=torch.float16, q_length=70, heads=6, kv_heads=2))
+    assert len(anchored) == 4
+    assert not any(flags.any() for flags in anchored)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 12), (torch.bfloat16, 60)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
+@pytest.mark.parametrize("query", [B, J], ids=lambda kind: kind.name)
+def test_rows_that_grow_past_their_anchor_are_done_again(query, heads, dtype, factor, anchored, monkeypatch):
+    case = case_of(query, 128, dtype=dtype, q_length=200, heads=heads[0], kv_heads=heads[1])
+    out = check(case, partial(grown, factor=factor))
+    assert 0 < anchored[-1].count_nonzero() < anchored[-1].numel()
+    monkeypatch.setattr(launch, "MUCH", 1 << 60)
+    exact = check(case, partial(grown, factor=factor))
+    assert len(anchored) == 1
+    assert (out == exact).flatten(-2).all(-1).any()  # where all heads were done again
+
+
+def grown(k, factor):
+    """Some of the first keys of two sequences, which are looked at last, weigh more than all others."""
+    values = k.values().detach().clone()
+    for i in (0, 7):
+        begin = int(k.offsets()[i])
+        values[begin : begin + 3] *= factor
+    return k.with_values(values)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@torch.no_grad()
+def test_numbers_that_are_none_give_what_they_give_without_anchors(bad, anchored, monkeypatch):
+    """Whole tiles are done again, so these have the same bits; in V they reach the sums alone."""
+    case = case_of(J, 128)
+    q, k, v = case.inputs("cuda")
+    for x in (q, k, v):
+        values = {id(y): packed(y).detach().clone() for y in (q, k, v)}
+        values[id(x)][400:403, 0, 5] = bad
+        args = [y.with_values(values[id(y)]) for y in (q, k, v)]
+        monkeypatch.setattr(launch, "MUCH", 0)
+        got = packed(attend(*args, backend="hopper"))
+        assert anchored[-1].any()
+        monkeypatch.setattr(launch, "MUCH", 1 << 60)
+        expected = packed(attend(*args, backend="hopper"))
+        assert torch.equal(got.isfinite(), expected.isfinite())
+        assert torch.equal(got.isnan(), expected.isnan())
+
+
+@torch.no_grad()
+def test_a_graph_does_again_what_its_replay_needs(anchored):
+    """The second launch is always there, and no host looks at the flags."""
+    case = case_of(J, 128, dtype=torch.float16)
+    q, k, v = case.inputs("cuda")
+    keys = k, grown(k, 20)
+    expected = [attend(q, x, v, backend="reference").values().float() for x in keys]
+    held = k.with_values(k.values().detach().clone())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend(q, held, v, backend="hopper")
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, held, v, backend="hopper")
+    for i in (0, 1, 0, 1):
+        held.values().copy_(keys[i].values())
+        graph.replay()
+        assert (out.values().float() - expected[i]).abs().max() < 0.02
+        assert bool(anchored[-1].any()) == bool(i)
 
 
 def test_a_block_mask_leaves_out_blocks():

@@ -83,6 +83,14 @@ def next_block(rows, score, scale, BLIND: gl.constexpr):
 
 
 @gluon.jit
+def anchored_block(rows, score, scale, BLIND: gl.constexpr):
+    """Probabilities [M, N] of a further block against the peak that the rows have already, and the rows; see
+    `shared.anchor`."""
+    p, _, _ = probabilities(score, rows.peak, scale, BLIND)
+    return p, Rows(rows.peak, rows.norm + sums_by_thread(p))
+
+
+@gluon.jit
 def settled(rows):
     """The rows, and a place in the program at which all their probabilities have been computed.
 

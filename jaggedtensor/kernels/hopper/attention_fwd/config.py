@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Config:
     stage_in_q: bool = False  # and through the buffer that Q came in, so no query stays for several tiles
     crosses: bool = True  # the last product of a tile is issued beside the first scores of the next
     settles: bool = False  # no product is waited for before the exponentials that run beside it, see softmax.settled
+    anchored: bool = False  # no block but the first has a maximum, see shared.anchor; a second launch mends that
+    redoes: bool = False  # only flagged tiles are walked
     block_d: int = 64  # D, rounded up to a power of two; the columns past D are zeros
     block_dv: int = 64
     block_m: int = 64  # packed query rows of a CTA
@@ -64,6 +66,16 @@ class Config:
     def options(self) -> dict[str, int | bool]:
         """Of a launch."""
         return {"num_warps": 4, "maxnreg": REGISTERS[self.consumers, self.ctas][0], "enable_fp_fusion": True}
+
+    @property
+    def exact(self) -> Config:
+        """The same with a maximum for each block."""
+        return replace(self, anchored=False, settles=_settles(False, self.broadcast, self.q_blocks))
+
+    @property
+    def redo(self) -> Config:
+        """What does flagged tiles again."""
+        return replace(self.exact, redoes=True, crosses=False)
 
     @property
     def shared_memory(self) -> int:
@@ -113,6 +125,9 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
     block_n = chosen.get("block_n", 64 if (broadcast and q_blocks == 1) or ctas == 2 or wide > 128 else 128)
     # A query that stays for good needs no second buffer: each CTA has one head, see schedules.deal.
     stays = broadcast and q_blocks == 1 and workers % problem.kv_heads == 0
+    # Where products are what bounds, and rows see a key in their tile's first block whatever the lengths are.
+    anchored = block_n == 128 and not problem.windowed and not problem.masked
+    anchored = bool(chosen.get("anchored", anchored))
     fields: dict[str, Any] = dict(
         **shape,
         block_n=block_n,
@@ -122,8 +137,8 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
         stage_in_q=stage_in_q,
         # Where memory is what bounds, going on without a pause gains nothing, and code that does is 0.7 % slower.
         crosses=not stage_in_q and not (stays and shape["consumers"] == 2),
-        # Measured: 4 % faster for a shared query of 512 rows, as fast for 256, 1 to 2 % slower for all others.
-        settles=broadcast and q_blocks > 1,
+        settles=_settles(anchored, broadcast, q_blocks),
+        anchored=anchored,
         block_d=d,
         block_dv=dv,
         block_m=block_m,
@@ -152,6 +167,12 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
     assert config.kv_stages >= 2, config
     assert config.shared_memory <= budget(ctas), config
     return config
+
+
+def _settles(anchored: bool, broadcast: bool, q_blocks: int) -> bool:
+    """Measured: 4 % faster for a shared query of 512 rows, as fast for 256, 1 to 2 % slower for all others. Where rows
+    are anchored it is the other way round."""
+    return anchored != (broadcast and q_blocks > 1)
 
 
 _remembered = functools.lru_cache(maxsize=512)(_select)  # which torch.compile would warn of

@@ -15,6 +15,7 @@ as long as tiles have the same one, as a broadcast query of one head.
 """
 
 from jaggedtensor.kernels.shared import masks
+from jaggedtensor.kernels.shared.anchor import any_flagged, flag, is_flagged, strays
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
     fence_async_shared,
@@ -28,7 +29,15 @@ from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, sto
 from jaggedtensor.kernels.shared.merge import Parts, merge_parts, store_part, store_part_lse
 from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
-from jaggedtensor.kernels.shared.softmax import Rows, Scale, first_block, next_block, settled, sums_by_thread
+from jaggedtensor.kernels.shared.softmax import (
+    Rows,
+    Scale,
+    anchored_block,
+    first_block,
+    next_block,
+    settled,
+    sums_by_thread,
+)
 from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, place_of, read_span, start_walk
 
 visible = gluon.jit(masks.visible.fn)
@@ -49,6 +58,32 @@ class Ring:
 
     k: Counter
     v: Counter
+
+
+@aggregate
+class Flags:
+    """Of tiles that are to be done again, one for each consumer."""
+
+    places: gl.tensor | gl.constexpr  # int32 [tiles, consumers]; None if no tile ever is
+    some: gl.tensor | gl.constexpr  # whether there are any in this CTA's range, where these alone are walked
+
+    @gluon.jit
+    def range(self, schedule, C: gl.constexpr):
+        """The places of this CTA in the schedule, none if it has nothing to do again."""
+        begin, end = my_range(schedule)
+        if C.redoes:
+            end = gl.where(self.some, end, begin)
+        return begin, end
+
+    @gluon.jit
+    def due(self, walk, t, C: gl.constexpr):
+        """Tile `t` of a walk, without keys if it is not to be done again."""
+        tile = walk.tile
+        end = tile.kv_end
+        if C.redoes:
+            again = is_flagged(self.places, place_of(t, walk.last, walk.mirror), C.consumers)
+            end = gl.where(again, end, tile.kv_begin)
+        return Tile(tile.sequence, tile.head, tile.q_block, tile.kv_begin, end)
 
 
 @gluon.jit
@@ -72,15 +107,15 @@ def goes_back(C: gl.constexpr):
 
 
 @gluon.jit
-def load_role(schedule, descriptors, channels, C: gl.constexpr):
+def load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
     PARTS: gl.constexpr = C.consumers
     q_desc, k_desc, v_desc = descriptors
-    begin, end = my_range(schedule)
+    begin, end = flags.range(schedule, C)
     walk = start_walk(schedule, begin, end, goes_back(C))
     q_at, k_at, v_at = channels.q.start(), channels.k.start(), channels.v.start()
     held = -1
     for t in range(begin, end):
-        tile, span = walk.tile, walk.span
+        tile, span = flags.due(walk, t, C), walk.span
         walk = walk.next(t)
         if not C.resident or query_of(tile, C) != held:
             q_start = 0 if C.broadcast else span.q_start
@@ -137,14 +172,17 @@ class View:
 
 
 @gluon.jit
-def view_of(walk, part, window, C: gl.constexpr):
-    first = walk.tile.q_block * C.block_m + part * C.rows
-    return View(walk.schedule, walk.tile, walk.span, first, window[0], window[1])
+def view_of(walk, tile, part, window, C: gl.constexpr):
+    first = tile.q_block * C.block_m + part * C.rows
+    return View(walk.schedule, tile, walk.span, first, window[0], window[1])
 
 
 @gluon.jit
 def has_rows(view, C: gl.constexpr):
-    return view.first < view.span.q_count * C.group
+    some = view.first < view.span.q_count * C.group
+    if C.redoes:
+        some = some & (view.tile.kv_begin < view.tile.kv_end)
+    return some
 
 
 @aggregate
@@ -241,12 +279,16 @@ def step(work, query, view, place, channels, scale, C: gl.constexpr, MASK: gl.co
     k_slot.release()
     if MASK:
         score = view.masked(score, place, C)
-    p, fade, rows = next_block(work.rows, score, scale, C.windowed)
+    if C.anchored:
+        p, rows = anchored_block(work.rows, score, scale, C.windowed)
+    else:
+        p, fade, rows = next_block(work.rows, score, scale, C.windowed)
     if C.settles:
         rows = settled(rows)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
-    acc = acc * by_row(fade, acc)
+    if not C.anchored:
+        acc = acc * by_row(fade, acc)
     return Work(rows, as_operand(p, work.p.dtype, acc), acc, Ring(k_at, v_at))
 
 
@@ -323,8 +365,11 @@ def deliver(out, lse, staging, results, view, C: gl.constexpr):
 
 @gluon.jit
 def finish(acc, rows, staging, results, parts, slot, view, scale, C: gl.constexpr):
-    """What a tile comes to, or a part of one goes to its slot."""
+    """What a tile comes to, or a part of one goes to its slot. Whether it is to be done again."""
     norm = gl.convert_layout(gl.sum(rows.norm, 1), rows.peak.type.layout)
+    again = 0
+    if C.anchored:
+        again = strays(norm, acc, staging.dtype)
     some = norm > 0
     norm = gl.where(some, norm, 1.0)
     out = acc * by_row(1.0 / norm, acc)
@@ -336,20 +381,23 @@ def finish(acc, rows, staging, results, parts, slot, view, scale, C: gl.constexp
         store_part_lse(parts, slot, natural, row, C)
     else:
         deliver(out, natural, staging, results, view, C)
+    return again
 
 
 @gluon.jit
-def consume_role(part: gl.constexpr, schedule, channels, results, parts, scale, window, C: gl.constexpr):
-    begin, end = my_range(schedule)
+def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, scale, window, C: gl.constexpr):
+    begin, end = flags.range(schedule, C)
     walk = start_walk(schedule, begin, end, goes_back(C))
     at = channels.q.start()
     query = Query(channels.q.slot(at, part), at, gl.to_tensor(-1))
     work = no_work(channels, query.slot.buffer.dtype, C)
     opened = gl.to_tensor(False)  # whether the tile at hand has been begun beside the end of the one before
     for t in range(begin, end):
-        view = view_of(walk, part, window, C)
+        view = view_of(walk, flags.due(walk, t, C), part, window, C)
         walk = walk.next(t)
-        slot = gl.load(schedule.tiles + place_of(t, walk.last, walk.mirror) * 8 + 7) if C.splits else -1
+        place = place_of(t, walk.last, walk.mirror)
+        slot = gl.load(schedule.tiles + place * 8 + 7) if C.splits else -1
+        again = 0
         if has_rows(view, C):
             if not opened:
                 query = query_for(query, view, channels, part, C)
@@ -358,7 +406,7 @@ def consume_role(part: gl.constexpr, schedule, channels, results, parts, scale, 
             rows, staging = work.rows, query.slot.buffer
             if C.tma_store and not C.stage_in_q:
                 staging = channels.out.index(part)
-            after = view_of(walk, part, window, C)
+            after = view_of(walk, walk.tile, part, window, C)
             opened = (t + 1 < end) & has_rows(after, C) & C.crosses
             if opened:
                 query = query_for(query, after, channels, part, C)
@@ -366,11 +414,13 @@ def consume_role(part: gl.constexpr, schedule, channels, results, parts, scale, 
             else:
                 acc, ring = close_tile(work, channels)
                 work = Work(rows, work.p, no_output(C), ring)
-            finish(acc, rows, staging, results, parts, slot, view, scale, C)
+            again = finish(acc, rows, staging, results, parts, slot, view, scale, C)
         else:
             query = query_for(query, view, channels, part, C)
             work = Work(work.rows, work.p, work.acc, pass_by(work.ring, view.tile, channels))
             opened = gl.to_tensor(False)
+        if C.anchored:
+            flag(flags.places, place, part, C.consumers, again)
     tma.store_wait(0)
 
 
@@ -399,7 +449,7 @@ def fill_role(schedule, results, batch, q_rows, right, C: gl.constexpr):
     """Rows without a tile: of sequences without keys, before all keys that the window lets them see, and past the last
     sequence. A block mask hides others, too: then the launcher has filled everything."""
     worker, workers = gl.program_id(0), gl.num_programs(0)
-    if not C.masked:
+    if not C.masked and not C.redoes:
         for sequence in range(worker, batch, workers):
             span = read_span(schedule, sequence)
             blind = 0
@@ -427,6 +477,7 @@ def forward_kernel(
     lse_head,  # its strides
     part_out,  # scratch for parts of tiles, see merge.Parts; None if no tile is cut
     part_lse,
+    flags,  # scratch, see Flags
     tiles,  # of the schedule
     worker_offsets,
     listed,  # blocks, None without a block mask
@@ -459,11 +510,16 @@ def forward_kernel(
     parts = Parts(part_out, part_lse)
     scale = Scale(scale_log2, coarse)
     window = (left, right)
+    some = True
+    if C.redoes:
+        begin, end = my_range(schedule)
+        some = any_flagged(flags, begin, end, C.consumers)
+    flags = Flags(flags, some)
     if C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, channels, results, parts, scale, window, C)),
-                (load_role, (schedule, (q, k, v), channels, C)),
+                (consume_role, (0, schedule, flags, channels, results, parts, scale, window, C)),
+                (load_role, (schedule, flags, (q, k, v), channels, C)),
                 (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
             [1, 1],
@@ -472,9 +528,9 @@ def forward_kernel(
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, channels, results, parts, scale, window, C)),
-                (consume_role, (1, schedule, channels, results, parts, scale, window, C)),
-                (load_role, (schedule, (q, k, v), channels, C)),
+                (consume_role, (0, schedule, flags, channels, results, parts, scale, window, C)),
+                (consume_role, (1, schedule, flags, channels, results, parts, scale, window, C)),
+                (load_role, (schedule, flags, (q, k, v), channels, C)),
                 (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
             [4, 1, 1],
@@ -483,10 +539,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_role, (0, schedule, channels, results, parts, scale, window, C)),
-                (consume_role, (1, schedule, channels, results, parts, scale, window, C)),
-                (consume_role, (2, schedule, channels, results, parts, scale, window, C)),
-                (load_role, (schedule, (q, k, v), channels, C)),
+                (consume_role, (0, schedule, flags, channels, results, parts, scale, window, C)),
+                (consume_role, (1, schedule, flags, channels, results, parts, scale, window, C)),
+                (consume_role, (2, schedule, flags, channels, results, parts, scale, window, C)),
+                (load_role, (schedule, flags, (q, k, v), channels, C)),
                 (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
             [4, 4, 1, 1],

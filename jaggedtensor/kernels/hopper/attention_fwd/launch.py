@@ -16,6 +16,7 @@ from jaggedtensor.kernels.shared.forwards import MANY, Call, check_rows, log2_un
 from jaggedtensor.kernels.shared.ragged import ragged, strides_fit
 from jaggedtensor.problem import AttentionArgs
 
+MUCH = 8192  # keys of all tiles of a CTA below which a second launch costs more than anchored rows save
 _CALLS: dict[Any, Call | None] = {}  # a model has a few; None: operands that TMA cannot address
 
 
@@ -31,22 +32,24 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
         with torch.cuda.device(k.device):
             return forward(args, config)
     scale, splits = args.scale, len(args.schedule) == 3 and not problem.masked
+    tiles, worker_offsets, *more = args.schedule
+    workers = worker_offsets.shape[0] - 1
+    much = tiles.shape[0] * k.shape[0] >= MUCH * workers * args.batch_size
     places = q.data_ptr() | k.data_ptr() | v.data_ptr()
     key = (
-        problem, config, splits, device, scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1, k.shape[0] == 1,
-        args.batch_size == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
+        problem, config, splits, much, device, scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1,
+        k.shape[0] == 1, args.batch_size == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
     )  # fmt: skip
     call = _CALLS.get(key, _UNKNOWN)
     if call is _UNKNOWN:
         if len(_CALLS) > MANY:
             _CALLS.clear()
         chosen = select(problem) if config is None else config
-        call = _CALLS[key] = _prepare(args, replace(chosen, splits=splits))
+        call = _CALLS[key] = _prepare(args, replace(chosen if much else chosen.exact, splits=splits))
     if call is None or places % 16:
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
         return forward(args._replace(q=-q if scale < 0 else q, k=k, v=v, scale=abs(scale)), config)
 
-    tiles, worker_offsets, *more = args.schedule
     listed = more[0] if problem.masked else None
     if problem.masked or not tiles.shape[0]:
         out, lse = outputs(args)
@@ -58,17 +61,19 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     places = tiles.data_ptr() | worker_offsets.data_ptr() | k_offsets.data_ptr()
     if q_offsets is not None:
         places |= q_offsets.data_ptr()
-    workers = worker_offsets.shape[0] - 1
     parts = new_parts(q, workers, call.config, splits)
-    call.variant.launch(
-        workers,
-        [_descriptor(x, block) for x, block in zip((q, k, v, out), call.blocks, strict=True)],
-        (
-            out, lse, *call.steps, *parts, tiles, worker_offsets, listed, q_offsets, k_offsets,
-            problem.q_len or 0, args.batch_size, q.shape[0], *call.ends,
-        ),
-        not places % 16,
+    flags = None
+    if call.config.anchored:
+        flags = q.new_empty(tiles.shape[0] * call.config.consumers, dtype=torch.int32)
+    descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, out), call.blocks, strict=True)]
+    rest = (
+        out, lse, *call.steps, *parts, flags, tiles, worker_offsets, listed, q_offsets, k_offsets,
+        problem.q_len or 0, args.batch_size, q.shape[0], *call.ends,
     )  # fmt: skip
+    call.variant.launch(workers, descriptors, rest, not places % 16)
+    if call.redo is not None:
+        variant, redo = call.redo
+        variant.launch(workers, descriptors, (*rest[:-1], redo), not places % 16)
     if splits:
         merge_parts(call, args, out, lse, parts, more[0], places)
     return out, lse
@@ -95,4 +100,6 @@ def _prepare(args: AttentionArgs, config: Config) -> Call | None:
     blocks = ((*query, config.block_d), (*key, config.block_d), (*key, config.block_dv), (*query, config.block_dv))
     ends = (*log2_units(args.scale), problem.left, problem.right, config)
     merge = Variant(merge_kernel, {"num_warps": 4, "enable_fp_fusion": True})
-    return Call(Variant(forward_kernel, config.options), blocks, steps, ends, merge, config)
+    first = Variant(forward_kernel, config.options)
+    redo = (Variant(forward_kernel, config.options), config.redo) if config.anchored else None
+    return Call(first, blocks, steps, ends, merge, config, redo)
