@@ -397,6 +397,10 @@ class JaggedLayout:
     @property
     def longest_on_host(self) -> int | None:
         """Length of the longest sequence, whatever bound is declared; None if only a GPU knows."""
+        known: int | None = self._derived.get("longest")
+        if known is not None:  # quickly: each plan asks
+            self._check_unchanged()
+            return known
         if not self.lengths_on_host:
             return None
         return self._remember("longest", lambda: int(self.host_offsets().diff().max()) if self.batch_size else 0)

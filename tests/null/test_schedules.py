@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaggedtensor import JaggedLayout, JaggedTensor, ScheduleKind, TileSchedule
 from jaggedtensor.kernels.dispatch import choose
+from jaggedtensor.kernels.shared.cuts import Cuts
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.schedules import Merge, Tile, TileAxis, cache
 from jaggedtensor.testing import offsets_of
@@ -315,6 +316,24 @@ def test_tiles_are_as_many_as_tokens_and_sequences_need(kind):
         layout = JaggedLayout.from_lengths(torch.full((batch,), 34))
         schedule = layout.schedule(kind, q_len=layout, heads=12, workers=132, block_q=64, block_kv=64)
         assert batch * 12 <= int(schedule.count) <= batch * 12 + 132
+
+
+def test_sequences_are_cut_where_whole_ones_would_keep_some_workers_busy_for_longer():
+    always, longest_alone = Cuts(blocks=16, percent=110, rounds=True), Cuts(blocks=16, percent=110)
+    for lengths, pays, pays_alone in (
+        ([5000, 0, 37], True, True),
+        ([5000] * 132 * 8, False, False),  # eight rounds for all
+        ([5000] * (132 * 8 + 1), True, False),  # a ninth for one
+        ([5000] + [3000] * 132 * 8, False, False),
+        ([1023], False, False),  # too short for a cut
+        ([0, 0], False, False),
+        ([], False, False),
+    ):
+        keys = JaggedLayout.from_lengths(torch.tensor(lengths, dtype=torch.int64))
+        found = [cuts.pay(keys, workers=132, lines=1, block_n=64) for cuts in (always, longest_alone)]
+        assert found == [pays, pays_alone], lengths
+    static = JaggedLayout.with_capacity(1, 5000, 5000).copy_(torch.tensor([0, 5000]))
+    assert not always.pay(static, workers=132, lines=1, block_n=64)  # whose lengths change unseen
 
 
 def test_zigzag_deals_in_alternating_direction():

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
@@ -15,6 +14,7 @@ from jaggedtensor.kernels.blackwell.attention_bwd_2cta import config as pair
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.blackwell.attention_bwd_wide import config as wide
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
+from jaggedtensor.kernels.shared.cuts import Cuts
 from jaggedtensor.problem import AttentionProblem
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
 
-LONG = 16  # KV blocks of a tile below which cutting it costs more than it saves
+CUTS = Cuts(blocks=16, percent=200)
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
@@ -36,18 +36,6 @@ def lacks(problem: AttentionProblem) -> list[str]:
     elif problem.head_dim % (unit := 16 // problem.dtype.itemsize) or problem.value_dim % unit:
         reasons.append(f"takes head dimensions of whole 16 bytes (multiples of {unit}), not {dims}")
     return reasons
-
-
-def cuts_pay(problem: AttentionProblem, config: forward.Config, keys: JaggedLayout) -> bool:
-    """Whether the host knows that the longest tile is worth cutting: it takes a CTA twice its share, and longer than a
-    merge does."""
-    if torch.compiler.is_compiling():  # which would compile anew for each batch
-        return False
-    longest, tokens = keys.longest_on_host, keys.known_num_tokens
-    if longest is None or tokens is None:
-        return False
-    lines = problem.kv_heads * config.q_blocks
-    return longest >= LONG * config.block_n and 2 * tokens * lines <= longest * problem.device.processors
 
 
 def plan_forward(
@@ -67,7 +55,10 @@ def plan_forward(
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
-    splits = not config.answers and block_mask is None and query is None and cuts_pay(problem, config, keys)
+    workers = problem.device.processors
+    splits = not config.answers and block_mask is None and query is None
+    lines = problem.kv_heads * config.q_blocks  # tiles of each sequence
+    splits = splits and CUTS.pay(keys, workers=workers, lines=lines, block_n=config.block_n)
     schedule = keys.schedule(
         ScheduleKind.STREAM_K if splits else ScheduleKind.DYNAMIC if config.answers else ScheduleKind.ZIGZAG,
         q_len=q_len,
@@ -75,7 +66,7 @@ def plan_forward(
         group=config.group,
         block_q=config.block_m,
         block_kv=config.block_n,
-        workers=problem.device.processors,
+        workers=workers,
         left=problem.left,
         right=problem.right,
         tile_cost=config.tile_cost,

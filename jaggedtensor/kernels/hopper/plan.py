@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
+from jaggedtensor.kernels.shared.cuts import Cuts
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
-LONG = 16  # KV blocks of a tile below which cutting it costs more than it saves
+CUTS = Cuts(blocks=16, percent=110, rounds=True)
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
@@ -47,7 +47,10 @@ def plan_forward(
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
-    splits = block_mask is None and query is None and cuts_pay(problem, config, keys)
+    workers = problem.device.processors * config.ctas
+    splits = block_mask is None and query is None
+    lines = problem.kv_heads * config.q_blocks  # tiles of each sequence
+    splits = splits and CUTS.pay(keys, workers=workers, lines=lines, block_n=config.block_n)
     schedule = keys.schedule(
         ScheduleKind.STREAM_K if splits else ScheduleKind.ZIGZAG,
         q_len=q_len,
@@ -55,7 +58,7 @@ def plan_forward(
         group=config.group,
         block_q=config.block_m,
         block_kv=config.block_n,
-        workers=problem.device.processors * config.ctas,
+        workers=workers,
         left=problem.left,
         right=problem.right,
         tile_cost=config.tile_cost,
@@ -70,18 +73,6 @@ def plan_forward(
     if block_mask is not None:  # the list is None where nothing has any work
         found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
     return found
-
-
-def cuts_pay(problem: AttentionProblem, config: Config, keys: JaggedLayout) -> bool:
-    """Whether the host knows that whole tiles would keep some CTAs busy for 10 % longer than their share is: since one
-    tile is longer than that, or as the last round of tiles, all about as long as each other, is not full."""
-    longest, tokens = keys.longest_on_host, keys.known_num_tokens
-    if torch.compiler.is_compiling() or longest is None or tokens is None:  # which would compile anew for each batch
-        return False
-    workers, lines = problem.device.processors * config.ctas, problem.kv_heads * config.q_blocks
-    alike = 4 * longest * keys.batch_size <= 5 * tokens
-    rounds = -(-keys.batch_size * lines // workers) if alike else 1
-    return longest >= LONG * config.block_n and 10 * rounds * longest * workers >= 11 * tokens * lines
 
 
 def backward_lacks(problem: AttentionProblem) -> list[str]:
