@@ -15,8 +15,7 @@ pytest.importorskip("greenlet")
 from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import launch
 from jaggedtensor.kernels.blackwell.plan import plan_broadcast_backward
-from jaggedtensor.kernels.emulator import ORDERS, emulate
-from jaggedtensor.kernels.shared import gradients
+from jaggedtensor.kernels.emulator import ORDERS
 from jaggedtensor.problem import AttentionArgs
 from jaggedtensor.testing.guards import poison_free_memory
 from jaggedtensor.testing.mutants import load_module, schedules, score
@@ -81,24 +80,9 @@ def test_any_batch(case, order, seed):
 
 
 @pytest.mark.parametrize("lengths", [(130, 0, 1, 70), (0, 0)], ids=["keys", "no key at all"])
-def test_the_launcher_copies_fills_and_sums(lengths, monkeypatch):
+def test_the_launcher_copies_fills_and_sums(lengths, emulated):
     """For operands as users have them: columns apart, gradients expanded, rows past the last sequence."""
-    reports = []
-
-    def emulated(kernel, programs, key, descriptors, args, options):
-        made = [make() for _, make in descriptors]
-        reports.append(emulate(kernel, (programs,), *made, *args, **options, target="sm100", order="late", seed=1))
-
-    def cleared(x, offsets):
-        x[offsets[-1] :] = 0
-        return x
-
-    def delta_of(out, grad_out, grad_lse):
-        return ((out.float() * grad_out.float()).sum(-1).transpose(1, 2) - grad_lse).contiguous()
-
-    monkeypatch.setattr(launch, "launch", emulated)
-    monkeypatch.setattr(launch, "delta_of", delta_of)
-    monkeypatch.setattr(gradients, "clear_slack", cleared)
+    reports = emulated(launch)
     case = Case(lengths, q_len=20, kv_heads=2, group=2, value_dim=40)
     layout, tokens, rows = JaggedLayout.from_lengths(torch.tensor(lengths)), sum(lengths), sum(lengths) + 3
     offsets = layout.offsets()

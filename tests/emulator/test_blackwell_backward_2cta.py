@@ -16,8 +16,7 @@ pytest.importorskip("greenlet")
 from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta import launch
 from jaggedtensor.kernels.blackwell.plan import plan_pair_backward
-from jaggedtensor.kernels.emulator import ORDERS, emulate
-from jaggedtensor.kernels.shared import delta, gradients
+from jaggedtensor.kernels.emulator import ORDERS
 from jaggedtensor.ops.reference import attend_reference
 from jaggedtensor.problem import AttentionArgs
 from jaggedtensor.testing.guards import poison_free_memory
@@ -81,24 +80,9 @@ def test_any_batch(case, order, seed):
 
 
 @pytest.mark.parametrize("query", [J, P], ids=["jagged", "per sequence"])
-def test_the_launcher_copies_fills_and_rounds(query, monkeypatch):
+def test_the_launcher_copies_fills_and_rounds(query, emulated):
     """For operands as users have them: columns apart, gradients expanded, rows past the last sequence."""
-    reports = []
-
-    def emulated(kernel, programs, key, descriptors, args, options):
-        made = [make() for _, make in descriptors]
-        reports.append(emulate(kernel, (programs,), *made, *args, **options, target="sm100", order="late", seed=1))
-
-    def cleared(x, offsets):
-        x[offsets[-1] :] = 0
-        return x
-
-    def delta_of(out, grad_out, grad_lse):
-        return ((out.float() * grad_out.float()).sum(-1).transpose(1, 2) - grad_lse).contiguous()
-
-    monkeypatch.setattr(launch, "launch", emulated)
-    monkeypatch.setattr(delta, "delta_of", delta_of)
-    monkeypatch.setattr(gradients, "clear_slack", cleared)
+    reports = emulated(launch)
     lengths, q_lengths = (130, 0, 270), (20, 0, 30) if query is J else (20, 20, 20)
     each = case(lengths, q_lengths if query is J else (), query=query, q_len=20, kv_heads=2, group=2, dim=96)
     keys, queries = (JaggedLayout.from_lengths(torch.tensor(x)) for x in (lengths, q_lengths))
