@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaggedtensor.kernels.shared.limits import operand_lacks
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
 ROWS = 64  # packed query rows of a block, and keys of each of the two consumers
@@ -46,14 +47,7 @@ def lacks(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.query is QueryKind.BROADCAST:
         reasons.append("takes queries of each sequence's own")
-    if problem.dtype.itemsize != 2:
-        reasons.append(f"does not compute in {problem.dtype}")
-    if ROWS % problem.group:
-        reasons.append(f"takes groups of 1, 2, 4, ... heads, not {problem.group}")
-    for dim in (problem.head_dim, problem.value_dim):
-        if not 64 < dim <= 128 or dim % 8:
-            reasons.append(f"takes head dimensions of 72 to 128 that are multiples of 8, not {dim}")
-    return reasons
+    return reasons + operand_lacks(problem, rows=ROWS, least=72)
 
 
 def select(problem: AttentionProblem) -> Config:

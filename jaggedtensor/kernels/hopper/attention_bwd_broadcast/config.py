@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaggedtensor.kernels.shared.limits import operand_lacks
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
 ROWS = 128  # packed query rows of a CTA, of which each of the two consumers has half
@@ -57,14 +58,7 @@ def lacks(problem: AttentionProblem) -> list[str]:
         reasons.append(f"takes 1 to {MOST_PARTS * ROWS} query rows of a head of keys, not {problem.rows}")
     if problem.windowed:
         reasons.append("takes no window")
-    if problem.dtype.itemsize != 2:
-        reasons.append(f"does not compute in {problem.dtype}")
-    if ROWS % problem.group:
-        reasons.append(f"takes groups of 1, 2, 4, ... heads, not {problem.group}")
-    for dim in (problem.head_dim, problem.value_dim):
-        if dim > 128 or dim % 8:
-            reasons.append(f"takes head dimensions up to 128 that are multiples of 8, not {dim}")
-    return reasons
+    return reasons + operand_lacks(problem, rows=ROWS)
 
 
 def select(problem: AttentionProblem) -> Config:
