@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jaggedtensor.kernels.emulator import ORDERS, UnknownBuiltin, emulate
 from jaggedtensor.kernels.emulator.checks import Actor, store
 from jaggedtensor.kernels.emulator.errors import OutOfBounds, Outstanding, OverBudget, Race, Uninitialised
-from jaggedtensor.kernels.emulator.language.blackwell import tensor_view
+from jaggedtensor.kernels.emulator.language.blackwell import _builder, tensor_view
 from jaggedtensor.kernels.emulator.memory import Holder, Memory, View, row_major, strided_footprint
 
 ROWS: gl.constexpr = gl.constexpr(16)
@@ -221,6 +221,34 @@ def test_bytes_read_in_another_layout_than_they_were_written_in_are_not_guessed(
     assert out.item() == 256
     with pytest.raises(OutOfBounds, match=r"reinterprets buffer \(2048 bytes\) as \[17, 32\] of fp32"):
         emulate(relayout_kernel, (1,), narrow, out, num_warps=4, R=17, C=32).raise_if_bad()
+
+
+@gluon.jit
+def panels_kernel(out, R: gl.constexpr):
+    """Two buffers of 32 columns, read as one of 64."""
+    buffers = gl.allocate_shared_memory(gl.float32, [2, R, 32], SHARED)
+    for i in gl.static_range(2):
+        buffers.index(i).store(gl.full([R, 32], i + 1.0, gl.float32, LAYOUT))
+    both = buffers._reinterpret(gl.float32, [1, R, 64], SHARED).index(0)
+    rows, columns = gl.arange(0, R, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    gl.store(out + rows[:, None] * 64 + columns[None], both.load(LAYOUT))
+    turned = both.permute((1, 0)).load(LAYOUT)
+    rows, columns = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
+    gl.store(out + R * 64 + rows[:, None] * R + columns[None], turned)
+
+
+def test_buffers_of_one_panel_each_are_read_as_a_block_of_several():
+    """As Triton has them: panels lie one after the other, so that the last bit of an offset is that of the panel."""
+    builder, _ = _builder()
+    for cga in ([], [[0, 1]]):
+        layout = gl.NVMMASharedLayout(128, 32, 2, cga_layout=cga)
+        one, two = (builder.to_linear_layout(layout._to_ir(builder), [16, n << len(cga)]) for n in (32, 64))
+        assert two.offset_bases == [*one.offset_bases, [0, 32]]
+    out = torch.zeros(2, 16 * 64)
+    emulate(panels_kernel, (1,), out, num_warps=4, R=16).raise_if_bad()
+    wanted = torch.tensor([1.0, 2.0]).repeat_interleave(32).expand(16, 64)
+    assert torch.equal(out[0].view(16, 64), wanted)
+    assert torch.equal(out[1].view(64, 16), wanted.T)
 
 
 # Judgement ----------------------------------------------------------------------------------------------------------

@@ -311,8 +311,8 @@ class IndexedView(View):
 
     __slots__ = ("index", "key")
 
-    def __init__(self, holder: Holder, dtype, index: torch.Tensor, key: tuple):
-        super().__init__(holder, dtype, 0, index.shape, ())
+    def __init__(self, holder: Holder, dtype, index: torch.Tensor, key: tuple, form=None):
+        super().__init__(holder, dtype, 0, index.shape, (), form)
         self.index = index
         self.key = key
 
@@ -336,7 +336,11 @@ class IndexedView(View):
     def sliced(self, dim: int, start: int, length: int, squeeze: bool = False) -> "IndexedView":
         index = self.index.narrow(dim, start, length)
         key = (*self.key, dim, start, length, squeeze)
-        return IndexedView(self.holder, self.dtype, index.squeeze(dim) if squeeze else index, key)
+        return IndexedView(self.holder, self.dtype, index.squeeze(dim) if squeeze else index, key, self.form)
+
+    def permuted(self, order) -> "IndexedView":
+        key = (*self.key, "permuted", *order)
+        return IndexedView(self.holder, self.dtype, self.index.permute(*order), key, self.form)
 
 
 _INDEXED: dict[tuple, Footprint] = {}

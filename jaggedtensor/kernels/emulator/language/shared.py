@@ -96,6 +96,16 @@ def form_of(layout, share, dtype):
     return (width, row_bytes) if row_bytes <= max(width, 16) else (width, row_bytes, rows)
 
 
+def panels_of(view: View, dtype, share) -> View:
+    """A block of several panels over buffers of one each, which lie one after the other as its panels do."""
+    itemsize = STORAGE[dtype.name].itemsize
+    *lead, rows, columns = share
+    width = view.form[0] // itemsize
+    index = torch.arange(math.prod(share)).view(*lead, columns // width, rows, width) + view.offset // itemsize
+    index = index.transpose(-3, -2).reshape(share)
+    return IndexedView(view.holder, dtype, index, (view.offset, dtype.name, tuple(share), width), view.form)
+
+
 class SharedDescriptor:
     """A buffer in shared memory, or a part of one. `shape` is that of the whole cluster, `view` one CTA's share."""
 
@@ -181,8 +191,11 @@ class SharedDescriptor:
         dtype, shape, layout = dtype or self.dtype, shape or self.shape, layout or self.layout
         bases = split_bases(layout, len(shape))
         share = split_shape(shape, bases)
-        view = View(self.view.holder, dtype, self.view.offset, share, row_major(share), form_of(layout, share, dtype))
+        form = form_of(layout, share, dtype)
+        view = View(self.view.holder, dtype, self.view.offset, share, row_major(share), form)
         check_bytes(current(), view, self.label)
+        if form is not None and len(form) == 3 and self.view.form == form[:1] * 2:
+            view = panels_of(self.view, dtype, share)
         return SharedDescriptor(self.cta, view, shape, layout, shape, self.label)
 
     _reinterpret = reinterpret  # 3.8
