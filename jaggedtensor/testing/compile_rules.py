@@ -51,12 +51,22 @@ _PRODUCTS = "P comes in parts, whose addresses are worked out each; there are 10
 _LOADS = Reason("one warp that waits for slots and has 1000 cycles and more for a trip, with block masks too", 1.8)
 _CONSTANTS = "numbers that stay the same for all tiles are read again"
 
-# By family and role; or, before that, by family, role and "window", "e4m3", or a version of Triton.
+# By family and role; or, before that, by family, role and "redoes", "window", "e4m3", or a version of Triton.
 REASONS: dict[tuple[str, ...], Reason] = {
     (_FORWARD, "correct_streams_role"): _RESCALE,
     (_FORWARD, "correct_streams_role", "3.8"): replace(_RESCALE, most=1.4),
     (_FORWARD, "correct_tiles_role"): _RESCALE,
     (_FORWARD, "correct_tiles_role", "3.8"): replace(_RESCALE, most=1.4),
+    (_FORWARD, "correct_tiles_role", "redoes"): replace(_RESCALE, most=1.4, loads=5),
+    (_FORWARD, "finish_tiles_role"): Reason(
+        "a trip is a whole tile, of the counterpart a block of keys; spilled numbers are read once for 128 columns of O",
+        4.0,
+        15,
+        3,
+    ),
+    (_FORWARD, "anchored_role", "window"): Reason(
+        "masks in loops of their own, which a tile takes for a block or two", 1.1, 4, 1
+    ),
     (_FORWARD, "correct_wide_role"): Reason(_CONSTANTS, loads=1),
     (_FORWARD, "mma_streams_role"): Reason(_PRODUCTS, 1.3),
     (_FORWARD, "mma_streams_role", "e4m3"): Reason(f"{_PRODUCTS}; half the products share the rest", 1.45),
@@ -81,6 +91,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
         1.45,
         3,
     ),
+    (_PAIR, "reduce_role"): Reason(_CONSTANTS, loads=1),
     (_PAIR, "compute_role", "window"): Reason("a mask, which blocks that every row sees pass over", 1.4, 6),
     (_GENERAL, "drain_role"): Reason(
         f"dV leaves within the loop, in a branch that a tile takes once; turns are waited for; {_CONSTANTS}", 2.8, 9
@@ -92,12 +103,12 @@ REASONS: dict[tuple[str, ...], Reason] = {
     ),
     (_GENERAL, "statistics_role"): Reason(_CONSTANTS, loads=2),
     (_WIDE, "drain_role"): Reason(f"a trip is a tile, whose whole gradient leaves in it; {_CONSTANTS}", 1.8, 1),
-    (_WIDE, "compute_role"): Reason(f"{_CONSTANTS}; in fp16, dS is clamped", 1.25, 1),
+    (_WIDE, "compute_role"): Reason(f"{_CONSTANTS}; in fp16, dS is clamped", 1.25, 2),
     (_WIDE, "compute_role", "window"): Reason("masks, in a branch that only blocks take which they cut", 1.25, 2),
     (_WIDE, "mma_role"): Reason(
         f"blocks of 64, so fewer products for as many waits; 1200 cycles to issue in; {_CONSTANTS}", 1.6, 2
     ),
-    (_WIDE, "load_role"): Reason("one warp for all four operands, with 1200 cycles for a trip", 2.0),
+    (_WIDE, "load_role"): Reason(f"one warp for all four operands, 1200 cycles for a trip; {_CONSTANTS}", 2.0, 1),
     ("hopper/attention_bwd", "consume_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd", "consume_role", "window"): Reason(
         "masks take registers that scores need", loads=40, stores=10
@@ -164,7 +175,8 @@ def counterpart_of(kernel: Kernel, role: Role, arch: str, which: Pass, peers: Pe
         share = sum(role.counts[kind] for kind in PRODUCTS) / found.products
     elif role.kind == "softmax":
         forward = which is Pass.FORWARD  # where part of the exponentials are polynomials
-        share = config.block_n / 128 if forward else role.counts["MUFU"] / found.exponentials
+        half = 2 if getattr(config, "anchored", False) and config.q_parts == 2 else 1  # a group of two has half a block
+        share = config.block_n / 128 / half if forward else role.counts["MUFU"] / found.exponentials
     return found.slots * share
 
 
@@ -195,7 +207,8 @@ def reason_of(kernel: Kernel, role: str) -> Reason | None:
     config, version = kernel.config, ".".join(triton.__version__.split(".")[:2])
     windowed = getattr(config, "left", False) or getattr(config, "right", False)
     narrow = getattr(config, "itemsize", 2) == 1
-    for special in ["window"] * windowed + ["e4m3"] * narrow + [version]:
+    redoes = getattr(config, "redoes", False)
+    for special in ["redoes"] * bool(redoes) + ["window"] * windowed + ["e4m3"] * narrow + [version]:
         if found := REASONS.get((kernel.family, role, special)):
             return found
     return REASONS.get((kernel.family, role))

@@ -9,7 +9,7 @@ from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 ROWS = 128  # packed query rows of a block
 GROUPED = 64  # heads, at most, that share one of keys: a CTA has half of a block's queries
 KEYS = 256  # of a tile
-PIECE = 64  # columns of dQ, dK or dV that leave at a time
+HALF = 64  # columns of dQ, dK or dV that leave at a time
 ADDED = 32  # columns of dQ in one reduction
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 TENSOR_COLUMNS = 512  # of tensor memory
@@ -44,8 +44,8 @@ class Config:
         """Bytes of a CTA, at most: copies of K, V, Q and dO, dS, staging, lse and delta, mbarriers (padded to 16)."""
         keys = KEYS * (2 * self.block_d + self.block_dv) // 2
         queries = ROWS * (self.block_d + self.block_dv)
-        elements = keys + queries + KEYS * ROWS // 2 + 2 * KEYS * PIECE // 2
-        barriers = 2 * 7 + 7 + 5 + 2 * 2
+        elements = keys + queries + KEYS * ROWS // 2 + 2 * KEYS * HALF // 2
+        barriers = 7 + 3 + 8 + 5 + 2 * 2
         return 2 * elements + 4 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property

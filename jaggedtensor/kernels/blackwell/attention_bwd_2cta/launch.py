@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from jaggedtensor.kernels.blackwell.attention_bwd_2cta.config import ADDED, KEYS, PIECE, ROWS, select
+from jaggedtensor.kernels.blackwell.attention_bwd_2cta.config import ADDED, HALF, KEYS, ROWS, select
 from jaggedtensor.kernels.blackwell.attention_bwd_2cta.device import pair_kernel
 from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import launch
@@ -48,8 +48,8 @@ def backward(
                 ragged(queries, rows, heads, config.block_d, "columns"),
                 ragged(grads, rows, heads, config.block_dv, "rows"),
                 ragged(grads, rows, heads, config.block_dv, "columns"),
-                ragged(dk, KEYS, 1, PIECE, "rows"),
-                ragged(dv, KEYS, 1, PIECE, "rows"),
+                ragged(dk, KEYS, 1, HALF, "rows"),
+                ragged(dv, KEYS, 1, HALF, "rows"),
                 ragged(flat(total), rows, heads, ADDED, "rows"),
             ),
             (
