@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jaggedtensor.batch.core import check_same_layout
 from jaggedtensor.errors import check_same_device, fail
 from jaggedtensor.ops.reductions import zero_slack
-from jaggedtensor.tensor import HANDLERS, OPERATORS, JaggedTensor, _check_same_layout
+from jaggedtensor.tensor import HANDLERS, OPERATORS, JaggedTensor
 
 Function = Callable[..., Any]
 
@@ -37,7 +38,7 @@ def register(names: str, handler: Function, spaces: Iterable[Any] = (torch, Tens
 def align(operand: Any, jt: JaggedTensor, name: str = "operand") -> Any:
     """An operand as it stands beside `jt.values()`: contract 9, aligned from the right on `(B, j, *feature)`."""
     if isinstance(operand, JaggedTensor):
-        _check_same_layout(jt, operand)
+        check_same_layout(jt, operand)
         if operand.ndim != jt.ndim:
             fail(
                 f"dimensions of {name}",
@@ -196,7 +197,7 @@ def matmul(func: Function, left: Any, right: Any) -> Any:
     """Token by token: `[..., D] @ [D, E]`; the batch dimensions of a dense operand stand on features only."""
     jt = left if isinstance(left, JaggedTensor) else right
     if isinstance(left, JaggedTensor) and isinstance(right, JaggedTensor):
-        _check_same_layout(left, right)
+        check_same_layout(left, right)
         if left.ndim < 4 or right.ndim < 4:
             fail(
                 "jagged operands of matmul",
@@ -376,7 +377,7 @@ def loss(func: Function, *args: Any, **kwargs: Any) -> Any:
 def _beside(operand: Any, jt: JaggedTensor, name: str) -> Tensor:
     """A row for each of `jt`; a jagged one may have other features, as class numbers have beside logits."""
     if isinstance(operand, JaggedTensor):
-        _check_same_layout(jt, operand)
+        check_same_layout(jt, operand)
         return operand._tokens_beside(jt)
     return torch.as_tensor(align(operand, jt, name)).expand(jt.values().shape)
 

@@ -25,7 +25,7 @@ LAYERS = [
     ["kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.emulator"],
     ["kernels.dispatch"],
     ["ops.segment", "ops.reductions", "ops.indexing", "ops.conversions", "ops.reference", "ops.contract"],
-    ["tensor"],
+    ["batch", "tensor"],
     ["torch_functions", "interop", "ops.attention", "ops.fp8"],
     ["ops.plan", "schedules.plot"],
     ["nn", "data", "distributed", "explain"],
