@@ -10,8 +10,7 @@ ConSan (of Triton, which instruments kernels while it compiles them) each proble
 printed for each problem and tool as soon as it is known. Controls (sanitize_controls.py) say what a tool can be trusted
 with: faults that it must find, and right kernels without anything of ours that could be at fault.
 
-Not counted are two kinds of races that racecheck reports as it does not see what orders them: see `is_known`. memcheck
-needs some shared memory for itself, so the kernels get fewer buffers under it (ROOM).
+Not counted are two kinds of races that racecheck reports as it does not see what orders them: see `is_known`.
 
 Exits with 1 if a problem is wrong or a tool reports something else, and if a control's fault is not found. What has not
 finished in its time is said, and no fault.
@@ -43,7 +42,6 @@ TOOLS = (*SANITIZERS, "consan")
 OPTIONS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--racecheck-report", "analysis")}
 CONTROLS = ("quiet", "channel", "narrow", "hasty", "overrun")
 FAULTS = {"racecheck": ("hasty",), "consan": ("hasty",), "memcheck": ("overrun",)}  # that a tool must find
-ROOM = 33 << 10  # bytes of shared memory that memcheck may take of a CTA
 TOLD = "##"  # begins the lines of a child that its parent reads
 
 K, Q = (70, 0, 130, 1), (64, 3, 150, 0)
@@ -98,29 +96,7 @@ def run(name: str) -> None:
         assert ScheduleKind.STREAM_K in {schedule.kind for schedule in call.keys.layout._schedules}
 
 
-def leave_room() -> None:
-    """Fewer buffers, so that each kernel leaves ROOM of the shared memory that a CTA may use."""
-    from jaggedtensor.kernels.hopper import plan
-    from jaggedtensor.kernels.hopper.attention_bwd_broadcast import launch as broadcast
-    from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import SHARED_MEMORY
-    from jaggedtensor.kernels.hopper.attention_fwd import launch as forward
-
-    most = SHARED_MEMORY - ROOM
-    choose, choose_backward = forward.select, broadcast.select
-
-    def smaller(problem: Any) -> Any:
-        config = choose(problem)
-        return config if config.shared_memory <= most else choose(problem, q_stages=1, kv_stages=2)
-
-    def smaller_backward(problem: Any) -> Any:
-        config = choose_backward(problem)
-        return config if config.shared_memory <= most else replace(config, k_stages=2, v_stages=2)
-
-    forward.select = plan.select = smaller
-    broadcast.select = smaller_backward
-
-
-def child(names: Sequence[str], tool: str) -> None:
+def child(names: Sequence[str]) -> None:
     """Run problems one after the other, and tell the parent of each."""
     import torch
     from triton import knobs
@@ -132,8 +108,6 @@ def child(names: Sequence[str], tool: str) -> None:
             compiling[0] += times.total / 1e6
 
     knobs.compilation.listener = listen
-    if tool in ("memcheck", "room"):
-        leave_room()
     for name in names:
         print(TOLD, "begin", name, flush=True)
         compiling[0], begin = 0.0, time.monotonic()
@@ -270,7 +244,7 @@ class Run:
 
     def _child(self, names: list[str]) -> int:
         """How many of the problems have been begun."""
-        command = [sys.executable, __file__, "--child", self.tool, *names]
+        command = [sys.executable, __file__, "--child", *names]
         if self.tool in SANITIZERS:
             command = [
                 "compute-sanitizer", "--tool", self.tool, "--target-processes", "application-only", "--show-backtrace",
@@ -299,7 +273,7 @@ class Run:
                     print(finding.line(self.tool), flush=True)
                     for error in finding.errors if self.tool != "consan" else ():
                         print(f"{'':10}{error}", flush=True)
-                    if "right" not in told:
+                    if "right" not in told and not finding.is_fine(self.tool):
                         print("\n".join(f"{'':10}{line}" for line in rest[-12:]), flush=True)
             elif text.startswith("========="):
                 said = text.strip("= ")
@@ -318,7 +292,8 @@ class Run:
         stop.cancel()
         if finding.verdict == "did not finish":
             print(finding.line(self.tool), flush=True)
-            print("\n".join(f"{'':10}{line}" for line in rest[-12:]), flush=True)
+            if not finding.is_fine(self.tool):
+                print("\n".join(f"{'':10}{line}" for line in rest[-12:]), flush=True)
         return begun
 
 
@@ -334,7 +309,7 @@ def main() -> None:
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        return child(arguments.child[1:], arguments.child[0])
+        return child(arguments.child)
     names = [name for name in PROBLEMS if any(part in name for part in arguments.only)]
     if arguments.list:
         return print(*names, sep="\n")
@@ -362,8 +337,6 @@ def run_tools(arguments: argparse.Namespace, names: list[str]) -> int:
             jobs += [side.submit(go, "consan", [name], consan) for name in instrumented]
         if sanitized:
             first = [pool.submit(go, "none", [name], plain) for name in (*names, "channel", "narrow")]
-            if "memcheck" in sanitized:
-                first += [pool.submit(go, "room", [name], plain) for name in names if name.startswith("hopper")]
             for job in first:
                 job.result()
         shares = max(1, min(arguments.processes, len(names)))
