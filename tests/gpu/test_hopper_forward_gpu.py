@@ -184,6 +184,22 @@ def test_rows_that_grow_past_their_anchor_are_done_again(query, heads, dtype, fa
     assert (out == exact).flatten(-2).all(-1).any()  # where all heads were done again
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (None, 40)}], ids=str)
+def test_anchored_rows_that_see_up_to_themselves(options, anchored):
+    """Some see nothing in the block that others begin with; scores of such rows may be far below 0."""
+    for dtype in (torch.float16, torch.bfloat16):
+        check(case_of(J, 128, dtype=dtype, heads=4, kv_heads=2, **options))
+    lengths = dict(q_lengths=(150, 33), dtype=torch.bfloat16, dim=64, value_dim=64)
+    case = AttentionCase((200, 64), query=J, **lengths, **options)
+    q, k, v = case.inputs("cuda")
+    with torch.no_grad():
+        low, keys = (x.with_values(torch.full_like(x.values(), y)) for x, y in ((q, 2.5), (k, -2.5)))
+        out = attend(low, keys, v, backend="hopper", **case.options)
+        expected = attend(low, keys, v, backend="reference", **case.options)
+    assert anchored[-1].any()
+    assert (out.values().float() - expected.values().float()).abs().max() < 0.01
+
+
 def grown(k, factor):
     """Some of the first keys of two sequences, which are looked at last, weigh more than all others."""
     values = k.values().detach().clone()

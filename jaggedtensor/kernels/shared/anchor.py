@@ -19,17 +19,26 @@ from jaggedtensor.kernels.shared.dsl import gl, gluon
 # sum of weights times values needs room, too.
 LIMIT_HALF: gl.constexpr = gl.constexpr(2.0**15)
 LIMIT: gl.constexpr = gl.constexpr(2.0**60)
+# Of rows that saw no key in the first block, whose anchor is 0 and may be far above their scores: enough for the same
+# precision as other sums have, which are at least 1.
+LEAST_HALF: gl.constexpr = gl.constexpr(0.5)
+LEAST: gl.constexpr = gl.constexpr(2.0**-60)
 AT_ONCE: gl.constexpr = gl.constexpr(512)  # flags
 
 
 @gluon.jit
-def strays(norm, acc, dtype: gl.constexpr):
+def strays(norm, acc, dtype: gl.constexpr, BLIND: gl.constexpr = False):
     """1 if a row sum [M] is past the limit of the weights' dtype or NaN, or a sum in `acc` [M, Dv] is not finite
-    (values may be large, too; `acc` is None where they are looked at elsewhere), else 0."""
+    (values may be large, too; `acc` is None where they are looked at elsewhere), else 0. BLIND: rows may have seen
+    nothing in the first block; a sum that is too small counts, too, and so does that of a row without any key."""
     most: gl.constexpr = LIMIT_HALF if dtype == gl.float16 else LIMIT
+    least: gl.constexpr = LEAST_HALF if dtype == gl.float16 else LEAST
     if acc is not None:
         norm += gl.convert_layout(gl.sum(acc * 0.0, 1), norm.type.layout)
-    return gl.max(gl.where(norm <= most, 0, 1), 0)
+    good = norm <= most
+    if BLIND:
+        good = good & (norm >= least)
+    return gl.max(gl.where(good, 0, 1), 0)
 
 
 @gluon.jit

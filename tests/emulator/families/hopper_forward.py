@@ -23,6 +23,9 @@ def run(order: str, seed: int) -> None:
     for case in [*(test.CASES[name] for name in CASES), wide]:
         with pytest.MonkeyPatch.context() as patch:
             test.run(case, patch, order, seed)
+    for case, change in (test.STRAYING["jagged"], test.STRAYING["causal"]):
+        with pytest.MonkeyPatch.context() as patch:
+            test.run(case, patch, order, seed, change=change)
 
 
 EQUIVALENT = {
@@ -45,6 +48,10 @@ EQUIVALENT = {
 FAMILY = Family(
     "hopper_forward",
     runner=run,
-    modules=["jaggedtensor.kernels.hopper.attention_fwd.device", "jaggedtensor.kernels.shared.pipeline"],
+    modules=[
+        "jaggedtensor.kernels.hopper.attention_fwd.device",
+        "jaggedtensor.kernels.shared.pipeline",
+        "jaggedtensor.kernels.shared.anchor",
+    ],
     equivalent=EQUIVALENT,
 )

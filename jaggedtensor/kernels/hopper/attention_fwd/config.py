@@ -125,8 +125,8 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
     block_n = chosen.get("block_n", 64 if (broadcast and q_blocks == 1) or ctas == 2 or wide > 128 else 128)
     # A query that stays for good needs no second buffer: each CTA has one head, see schedules.deal.
     stays = broadcast and q_blocks == 1 and workers % problem.kv_heads == 0
-    # Where products are what bounds, and rows see a key in their tile's first block whatever the lengths are.
-    anchored = block_n == 128 and not problem.windowed and not problem.masked
+    # Where products are what bounds, and nearly all rows see a key in their tile's first block.
+    anchored = block_n == 128 and problem.left == UNLIMITED and not problem.masked
     anchored = bool(chosen.get("anchored", anchored))
     fields: dict[str, Any] = dict(
         **shape,

@@ -367,13 +367,15 @@ def deliver(out, lse, staging, results, view, C: gl.constexpr):
 def finish(acc, rows, staging, results, parts, slot, view, scale, C: gl.constexpr):
     """What a tile comes to, or a part of one goes to its slot. Whether it is to be done again."""
     norm = gl.convert_layout(gl.sum(rows.norm, 1), rows.peak.type.layout)
-    again = 0
+    peak, again = rows.peak, 0
     if C.anchored:
-        again = strays(norm, acc, staging.dtype)
+        again = strays(norm, acc, staging.dtype, C.windowed)
+        if C.windowed:
+            peak = gl.where(peak == float("-inf"), 0.0, peak)
     some = norm > 0
     norm = gl.where(some, norm, 1.0)
     out = acc * by_row(1.0 / norm, acc)
-    natural = (rows.peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
+    natural = (peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
     natural = gl.where(some, natural, float("-inf"))
     if C.splits and slot >= 0:
         row = view.first - view.tile.q_block * C.block_m
