@@ -12,7 +12,7 @@ def operand_lacks(problem: AttentionProblem, *, rows: int, least: int = 8, most:
     if problem.dtype.itemsize != 2:
         reasons.append(f"does not compute in {problem.dtype}")
     if rows % problem.group:
-        reasons.append(f"takes groups of 1, 2, 4, ... heads, not {problem.group}")
+        reasons.append(f"takes groups of 1, 2, 4, ... {rows} heads, not {problem.group}")
     some = f"up to {most}" if least == 8 else f"of {least} to {most}"
     for dim in dict.fromkeys((problem.head_dim, problem.value_dim)):
         if not least <= dim <= most or dim % 8:

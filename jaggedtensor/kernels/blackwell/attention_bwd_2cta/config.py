@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaggedtensor.kernels.shared.limits import operand_lacks
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
 ROWS = 128  # packed query rows of a block
@@ -68,14 +69,7 @@ def lacks(problem: AttentionProblem) -> list[str]:
         reasons.append("adds dQ in no order")
     if problem.masked:
         reasons.append("takes no block mask")
-    if problem.dtype.itemsize != 2:
-        reasons.append(f"does not compute in {problem.dtype}")
-    if GROUPED % problem.group:
-        reasons.append(f"takes groups of 1, 2, 4, ... {GROUPED} heads, not {problem.group}")
-    for dim in dict.fromkeys((problem.head_dim, problem.value_dim)):
-        if not 64 < dim <= 128 or dim % 8:
-            reasons.append(f"takes head dimensions of 72 to 128 that are multiples of 8, not {dim}")
-    return reasons
+    return reasons + operand_lacks(problem, rows=GROUPED, least=72)
 
 
 def select(problem: AttentionProblem) -> Config:
