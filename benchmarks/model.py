@@ -112,6 +112,16 @@ def blackwell_pair_backward(tiles: int, blocks: int, **chosen: int) -> Any:
     return module.run(case, "round_robin", 0, **chosen)
 
 
+def blackwell_wide_backward(tiles: int, blocks: int, *, gradient: int) -> Any:
+    """A pass of the one for wide heads: a block is 64 of what passes the 128 that stay."""
+    module = family("families/blackwell_backward_wide")
+    stays, passes = (128,) * tiles, (64 * blocks,) * tiles
+    lengths = (passes, stays) if gradient == 0 else (stays, passes)  # of keys and queries
+    return module.run(
+        module.Case(*lengths, processors=1, dtype=BF16), "round_robin", 0, (tuple(module.Gradient)[gradient],)
+    )[0]
+
+
 def blackwell_backward_of_all(tiles: int, blocks: int) -> Any:
     """The kernel whose keys stay, for a query that all sequences share: a block is one of keys here too."""
     module = family("families/blackwell_backward_general")
@@ -328,7 +338,12 @@ PAIR = Kernel(
     asked=1.25,
     compiled=("jagged 128", "sm_100", "backward"),
 )
-BLACKWELL = (STREAMS, TILES, STAYS, GENERAL, PAIR)
+# Of shared memory: operands of S and dP 96 KB each, of the sum 32 KB, loads 64 KB; dV has no dP.
+WIDE = tuple(
+    Kernel(f"bwd, D 256: {name}", B200, partial(blackwell_wide_backward, gradient=i), misses=0.1, bound=bound)
+    for i, (name, bound) in enumerate({"dQ": 2304, "dK": 2304, "dV": 1536}.items())
+)
+BLACKWELL = (STREAMS, TILES, STAYS, GENERAL, PAIR, *WIDE)
 
 SLOW = replace(B200, tmem_load=276.0, tmem_store=276.0)
 SLOW_STORES = replace(B200, tmem_store=100.0)
@@ -482,7 +497,7 @@ def bounds(costs: dict[str, Cost]) -> Table:
             f"{cost.cycles:.0f} ± {cost.spread:.0f}",
             f"{kernel.bound:.0f}",
             ratio,
-            f"{kernel.asked}",
+            f"{kernel.asked or '-'}",
             f"{cost.tile:.0f}",
         ]
         lines.append([kernel.name, *numbers, *shares, *cost.critical()])

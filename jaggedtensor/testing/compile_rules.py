@@ -59,7 +59,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_FORWARD, "correct_tiles_role", "3.8"): replace(_RESCALE, most=1.4),
     (_FORWARD, "correct_tiles_role", "redoes"): replace(_RESCALE, most=1.4, loads=5),
     (_FORWARD, "finish_tiles_role"): Reason(
-        "a trip is a whole tile, of the counterpart a block of keys; spilled numbers are read once for 128 columns of O",
+        "a trip is a tile, of the counterpart a block of keys; spilled numbers are read once for 128 columns of O",
         4.0,
         15,
         3,
@@ -108,7 +108,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_WIDE, "mma_role"): Reason(
         f"blocks of 64, so fewer products for as many waits; 1200 cycles to issue in; {_CONSTANTS}", 1.6, 2
     ),
-    (_WIDE, "load_role"): Reason(f"one warp for all four operands, 1200 cycles for a trip; {_CONSTANTS}", 2.0, 1),
+    (_WIDE, "load_role"): Reason(f"one warp for all four operands, 1200 cycles for a trip; {_CONSTANTS}", 2.2, 1),
     ("hopper/attention_bwd", "consume_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd", "consume_role", "window"): Reason(
         "masks take registers that scores need", loads=40, stores=10

@@ -103,6 +103,9 @@ def test_plan_says_which_kernels_were_asked_for_and_why_none_serves():
 
 def test_plan_says_which_of_its_backward_kernels_blackwell_takes():
     keys, query = batch(dim=128, dtype=torch.float16), torch.zeros(3, 2, 128, dtype=torch.float16)
+    wide = batch(dim=256, dtype=torch.float16)
+    told = "backward  wide (passed over: broadcast takes a broadcast query and takes head dimensions up to 128"
+    assert told in repr(wide.explain(wide, backend="blackwell", device="b200"))
     for asked, told in (
         ((query,), "backward  broadcast\n"),
         ((keys,), "backward  pair (passed over: broadcast takes a broadcast query)\n"),

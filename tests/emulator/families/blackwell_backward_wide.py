@@ -127,14 +127,16 @@ def inputs_of(case: Case) -> Inputs:
     return Inputs(q, k, v, grad_out, grad_lse, mask, q_layout, k_layout, scale, out, lse, wanted)
 
 
-def run(case: Case, order: str, seed: int, gradients: tuple[Gradient, ...] = tuple(Gradient), **changes: Any) -> None:
-    """The kernel's results, a pass after the other, against float64."""
+def run(case: Case, order: str, seed: int, gradients: tuple[Gradient, ...] = tuple(Gradient), **changes: Any):
+    """The kernel's results, a pass after the other, against float64. The reports."""
     reasons = configuration.lacks(case.problem)
     assert not reasons, reasons
     x = inputs_of(case)
+    reports = []
     for gradient in gradients:
         config = replace(configuration.select(case.problem, gradient), **changes)
-        result = run_pass(case, x, config, order, seed)
+        result, report = run_pass(case, x, config, order, seed)
+        reports.append(report)
         number = list(Gradient).index(gradient)
         right = x.wanted[number]
         rows = len(right) if number or case.query is J else len(result)
@@ -142,10 +144,11 @@ def run(case: Case, order: str, seed: int, gradients: tuple[Gradient, ...] = tup
         error = (got.double() - right).norm() / right.norm() if right.any() else got.double().norm()
         assert error < (2e-2 if case.dtype == torch.bfloat16 else 3e-3), f"{gradient.value}: {error}"
         assert slack.isnan().all(), f"{gradient.value}: rows past the last sequence were written"
+    return reports
 
 
-def run_pass(case: Case, x: Inputs, config: Config, order: str, seed: int) -> Tensor:
-    """A gradient: NaN where the kernel has not written, 0 where it need not."""
+def run_pass(case: Case, x: Inputs, config: Config, order: str, seed: int):
+    """A gradient, NaN where the kernel has not written and 0 where it need not, and the report, None without a tile."""
     problem = case.problem
     delta = (x.out * x.grad_out).sum(-1)
     if case.query is not J:
@@ -163,7 +166,7 @@ def run_pass(case: Case, x: Inputs, config: Config, order: str, seed: int) -> Te
         result = torch.full_like(q if config.query_stays else x.k if config.differs else x.v, math.nan)
         fill_unseen(result, case, x, config)
     if not tiles.shape[0]:  # the launcher launches nothing
-        return torch.zeros(q.shape) if config.shares else result
+        return (torch.zeros(q.shape) if config.shares else result), None
     made = () if config.shares else (block_of(result, ANCHORED, config.columns, config.query_stays, config),)
     report = emulate(
         gradient_kernel,
@@ -197,8 +200,8 @@ def run_pass(case: Case, x: Inputs, config: Config, order: str, seed: int) -> Te
     if config.shares:
         shares = result.view(problem.q_heads // config.group, config.workers, -1, config.columns).sum(1)
         packed = shares[:, : case.q_len * config.group, : case.dim].unflatten(1, (case.q_len, config.group))
-        return packed.transpose(0, 1).flatten(1, 2)
-    return result
+        return packed.transpose(0, 1).flatten(1, 2), report
+    return result, report
 
 
 def fill_unseen(result: Tensor, case: Case, x: Inputs, config: Config) -> None:

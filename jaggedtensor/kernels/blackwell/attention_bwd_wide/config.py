@@ -83,13 +83,13 @@ class Config:
         passes = STREAMED * (self.stages * self.block_d + self.grad_stages * self.block_dv)
         statistics = 2 * self.statistics * self.statistics_stages
         slots = 1 + self.differs + self.stages + self.grad_stages + self.statistics_stages
-        barriers = 2 * slots + 2 + 2 + 1
+        barriers = 2 * slots + 2 + 2 + 1 + 1
         return 2 * (stays + passes) + 4 * statistics + 16 * barriers + ROLES_STATE
 
     @property
     def tensor_columns(self) -> int:
-        """Of tensor memory: S, and dP, of two blocks, and the gradient."""
-        return 2 * STREAMED * (1 + self.differs) + self.columns
+        """Of tensor memory: S of two blocks, dP of one, and the gradient."""
+        return STREAMED * (2 + self.differs) + self.columns
 
     @property
     def worker_registers(self) -> tuple[int, ...]:

@@ -15,26 +15,28 @@ For block n of a tile:
 
     load         what stays, at a tile's start;  n+2                    one warp
     statistics   lse, delta                                             one warp
-    mma          S(n+1)   dP(n+1)   sum(n)   S(n+2)   dP(n+2) ...       one warp
-    compute      dS(n)                       dS(n+1)                    four warps: what stays by threads
+    mma          S(n+1)   sum(n)    dP(n+1)   S(n+2)   sum(n+1) ...     one warp
+    compute               P(n+1)              dS(n+1)                   four warps: what stays by threads
     drain                                             the sum of a tile four warps: 64 columns at a time, out by TMA
 
 Tensor memory, 512 columns of 128 lanes for D = 256. P or dS, in low precision, lies over the left half of its S, where
 only the thread that reads it writes:
 
-    |  S, 64  |  S, 64  |  dP, 64  |  dP, 64  |  the gradient, D or Dv  |
+    |  S, 64  |  S, 64  |  dP, 64  |  the gradient, D or Dv  |
 
 The barriers, and what orders the use of memory. Products of the one role that issues them run in order, and a commit
 tells of all before it:
 
-    scored      S and dP of a block are complete; a pair of buffers takes turns
-    weighted    compute has read both and written P or dS: the block may be summed. S of the block after the next comes
-                after that sum, into the same buffer
+    scored      S of a block is complete; a pair of buffers takes turns
+    graded      dP of a block is complete
+    weighted    compute has read both and written P or dS: the block may be summed. The next dP comes after that sum,
+                and S of the block after the next, into the same buffer
     complete    the sum of a tile is complete. What S was made of and stays is not needed any more, so the sum leaves
                 through its memory: drain sets that free, and the next tile begins with filling it. So drain has read
                 tensor memory too by then
 
-TMA reads zeros past the end of a sequence and stores nothing there, so that no score needs a mask at a ragged end: such
+The sum comes before dP: it sets free what S of the block after the next is loaded to, while dP is multiplied. TMA
+reads zeros past the end of a sequence and stores nothing there, so that no score needs a mask at a ragged end: such
 a key has P <= 1 and a finite dS, which meets K = 0 in dQ, and a query row that is not there has an lse of +inf, and so
 P = 0. Windows set scores to -inf, in blocks that they cut.
 
@@ -90,13 +92,14 @@ class Channels:
 
 @aggregate
 class Scores:
-    """S and dP of two blocks, [128, 64] fp32 each."""
+    """S of two blocks, and dP of one, [128, 64] fp32 each."""
 
     s: tensor_memory_descriptor
     dp: tensor_memory_descriptor | gl.constexpr
     low: tensor_memory_descriptor  # S seen as [2, 128, 128] in low precision: P or dS are its left half
     scored: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor
+    graded: gl.shared_memory_descriptor
 
 
 @aggregate
@@ -237,11 +240,16 @@ def statistics_role(schedule, statistics, channel, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_sum(turn, slot, scores, total, more):
-    """Adds P or dS of a block, times what passed."""
+def issue_sum(turn, late_at, grad_at, channels, scores, total, more, C: gl.constexpr):
+    """Adds P or dS of a block, times what passed. The place in the ring of dO after it, if that is what passed."""
+    if C.differs:
+        slot = channels.stream.slot(late_at)
+    else:
+        slot, grad_at = channels.stream_grad.acquire_full(grad_at)
     mbarrier.wait(scores.weighted.index(turn & 1), (turn >> 1) & 1)
     factor = scores.low.index(turn & 1).slice(0, STREAMED)
     tcgen05_mma(factor, slot.buffer, total.total, use_acc=more, mbarriers=[slot.empty])
+    return grad_at
 
 
 @gluon.jit
@@ -259,40 +267,26 @@ def mma_role(schedule, channels, scores, total, C: gl.constexpr):
             if summed + n == 0:
                 anchor, anchor_at = channels.anchor.acquire_full(anchor_at)
             slot, after = channels.stream.acquire_full(at)
-            s = scores.s.index(turn & 1)
             scored = scores.scored.index(turn & 1)
+            barriers = [scored] if C.differs else [scored, slot.empty]
+            s = scores.s.index(turn & 1)
+            tcgen05_mma(anchor.buffer, slot.buffer.permute((1, 0)), s, use_acc=False, mbarriers=barriers)
+            if n > 0:
+                grad_at = issue_sum(turn - 1, late_at, grad_at, channels, scores, total, summed + n > 1, C)
             if C.differs:
-                tcgen05_mma(anchor.buffer, slot.buffer.permute((1, 0)), s, use_acc=False, mbarriers=[])
                 if n == 0:
                     _, other_at = channels.anchor_grad.acquire_full(other_at)
                 anchor_grad = channels.anchor_grad.slot(other_at)
                 grad_slot, grad_at = channels.stream_grad.acquire_full(grad_at)
-                tcgen05_mma(
-                    anchor_grad.buffer,
-                    grad_slot.buffer.permute((1, 0)),
-                    scores.dp.index(turn & 1),
-                    use_acc=False,
-                    mbarriers=[scored, grad_slot.empty],
-                )
+                barriers = [scores.graded, grad_slot.empty]
+                passing = grad_slot.buffer.permute((1, 0))
+                tcgen05_mma(anchor_grad.buffer, passing, scores.dp, use_acc=False, mbarriers=barriers)
                 tcgen05_commit(anchor_grad.empty, pred=n + 1 == count)
-                if n > 0:
-                    issue_sum(turn - 1, channels.stream.slot(late_at), scores, total, summed + n > 1)
-                late_at = at
-            else:
-                barriers = [scored, slot.empty]
-                tcgen05_mma(anchor.buffer, slot.buffer.permute((1, 0)), s, use_acc=False, mbarriers=barriers)
-                if n > 0:
-                    grad_slot, grad_at = channels.stream_grad.acquire_full(grad_at)
-                    issue_sum(turn - 1, grad_slot, scores, total, summed + n > 1)
-            at = after
+            late_at, at = at, after
             turn += 1
         if count > 0:
             summed += count
-            if C.differs:
-                last = channels.stream.slot(late_at)
-            else:
-                last, grad_at = channels.stream_grad.acquire_full(grad_at)
-            issue_sum(turn - 1, last, scores, total, summed > 1)
+            grad_at = issue_sum(turn - 1, late_at, grad_at, channels, scores, total, summed > 1, C)
         if not C.shares:
             tcgen05_commit(total.complete)
             summed = 0
@@ -345,29 +339,38 @@ def part_of(x, piece: gl.constexpr, layout: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_piece(piece: gl.constexpr, s, turn, scores, statistics, scale_log2, C: gl.constexpr):
-    """P or dS of 32 columns of a block."""
-    layout: gl.constexpr = s.type.layout
-    shift, delta = statistics
-    factor = gl.exp2(at_most(fma2(s, scale_log2, part_of(shift, piece, layout, C)), 0.0))
-    if C.differs:
-        dp = scores.dp.index(turn & 1).slice(piece * PIECE, PIECE).load()
-        dp = gl.convert_layout(dp, layout, assert_trivial=True)
-        factor = mul2(factor, sub2(dp, part_of(delta, piece, layout, C)))
+def weights_of(piece: gl.constexpr, s, shift, scale_log2, C: gl.constexpr):
+    """P of a piece of S."""
+    return gl.exp2(at_most(fma2(s, scale_log2, part_of(shift, piece, s.type.layout, C)), 0.0))
+
+
+@gluon.jit
+def write_piece(piece: gl.constexpr, p, turn, scores, delta, C: gl.constexpr):
+    """P, or dS, of a piece."""
+    layout: gl.constexpr = p.type.layout
     target = scores.low.index(turn & 1).slice(piece * PIECE, PIECE)
-    target.store(gl.convert_layout(rounded(factor, target.dtype), target.get_reg_layout(), assert_trivial=True))
+    if C.differs:
+        dp = gl.convert_layout(scores.dp.slice(piece * PIECE, PIECE).load(), layout, assert_trivial=True)
+        factor = rounded(mul2(p, sub2(dp, part_of(delta, piece, layout, C))), target.dtype)
+    else:
+        factor = p.to(target.dtype)
+    target.store(gl.convert_layout(factor, target.get_reg_layout(), assert_trivial=True))
 
 
 @gluon.jit
 def write_factor(turn, scores, statistics, limits, column, scale_log2, C: gl.constexpr):
     """P or dS of a block of columns from `column` on, published."""
+    shift, delta = statistics
     mbarrier.wait(scores.scored.index(turn & 1), (turn >> 1) & 1)
     s = scores.s.index(turn & 1).load()
     if limits is not None:
         s = limits.applied(s, column)
     left, right = halves_of(s)
-    write_piece(0, left, turn, scores, statistics, scale_log2, C)
-    write_piece(1, right, turn, scores, statistics, scale_log2, C)
+    left, right = weights_of(0, left, shift, scale_log2, C), weights_of(1, right, shift, scale_log2, C)
+    if C.differs:
+        mbarrier.wait(scores.graded, turn & 1)
+    write_piece(0, left, turn, scores, delta, C)
+    write_piece(1, right, turn, scores, delta, C)
     mbarrier.arrive(scores.weighted.index(turn & 1), count=1)
 
 
@@ -470,11 +473,11 @@ def make_scores(dtype: gl.constexpr, C: gl.constexpr):
     low_layout: gl.constexpr = TensorMemoryLayout([ANCHORED, 2 * STREAMED], col_stride=1)
     s = allocate_tensor_memory(gl.float32, [2, ANCHORED, STREAMED], layout)
     if C.differs:
-        dp = allocate_tensor_memory(gl.float32, [2, ANCHORED, STREAMED], layout)
+        dp = allocate_tensor_memory(gl.float32, [ANCHORED, STREAMED], layout)
     else:
         dp = None
     low = reinterpret(s, dtype, [2, ANCHORED, 2 * STREAMED], low_layout)
-    return Scores(s, dp, low, new_barriers(2, 1), new_barriers(2, 1))
+    return Scores(s, dp, low, new_barriers(2, 1), new_barriers(2, 1), new_barriers(1, 1).index(0))
 
 
 @gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "left", "right"])
