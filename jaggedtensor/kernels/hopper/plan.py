@@ -91,7 +91,7 @@ def plan_backward(
 
 
 def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
-    """Equal ranges of the KV blocks of each head, over all sequences."""
+    """Equal ranges of the KV blocks of all heads, over all sequences, and which CTAs have a part in which head."""
     config = broadcast.select(problem)
     assert problem.q_len is not None
     schedule = keys.schedule(
@@ -102,11 +102,11 @@ def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows:
         group=problem.group,
         block_q=config.parts * broadcast.ROWS,
         block_kv=config.block_n,
-        workers=problem.kv_heads * config.workers,
+        workers=config.workers,
         rows=rows,
     )
     assert schedule.worker_offsets is not None
-    return [schedule.tiles, schedule.worker_offsets]
+    return [schedule.tiles, schedule.worker_offsets, schedule.merges]
 
 
 def plan_general_backward(

@@ -65,6 +65,45 @@ def sum_of_shares(shares: Tensor, q: Tensor, group: int, scale: float = 1.0) -> 
     return dq
 
 
+def sum_of_slots(slots: Tensor, merges: Tensor, q: Tensor, group: int) -> Tensor:
+    """dQ `[Lq, Hq, D]` of scratch `[slots, rows, columns]` of its packed rows: for each head of keys the sum of the
+    slots that the schedule's `merges` name, always in the same order, rounded once."""
+    length, heads, dim = q.shape
+    dq, block = torch.empty_like(q, memory_format=torch.contiguous_format), 256
+    slots_kernel[(heads // group, triton.cdiv(length * group * slots.shape[2], block))](
+        slots, merges, dq, length, heads, dim, slots.shape[1],
+        GROUP=group, COLUMNS=slots.shape[2], BLOCK=block, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dq
+
+
+@triton.jit(do_not_specialize=["length", "heads", "dim", "rows"])
+def slots_kernel(
+    slots,
+    merges,  # of the schedule, a row for each head
+    dq,
+    length,
+    heads,
+    dim,
+    rows,  # of a slot
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    first, count = tl.load(merges + head * 6 + 4), tl.load(merges + head * 6 + 5)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # in a slot
+    row, column = at // COLUMNS, at % COLUMNS
+    inside = (row < length * GROUP) & (column < dim)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, count, 16):
+        some = i + tl.arange(0, 16)
+        place = (first + some).to(tl.int64)[:, None] * (rows * COLUMNS) + at[None, :]
+        total += tl.sum(tl.load(slots + place, mask=(some < count)[:, None] & inside[None, :], other=0.0), 0)
+    to = (row // GROUP).to(tl.int64) * heads + head * GROUP + row % GROUP
+    tl.store(dq + to * dim + column, total.to(dq.dtype.element_ty), mask=inside)
+
+
 def scaled(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """scale * total, of a contiguous fp32 sum, rounded once."""
     result, block = torch.empty_like(total, dtype=dtype), 4096

@@ -26,9 +26,9 @@ class Config:
     value_dim: int
     group: int  # query heads that share one of keys
     q_heads: int
-    workers: int  # shares of the keys of a head
+    workers: int  # shares of all keys
     parts: int  # CTAs for each share, with 128 rows each
-    lead: int = 12  # tiles that a part may be ahead of the next one
+    lead: int = 8  # tiles that a part may be ahead of the next one
     patience: int = 4096  # questions, of about a microsecond each, in which the next one has to do something
 
     @property
@@ -66,7 +66,7 @@ def select(problem: AttentionProblem) -> Config:
     block_d, block_dv = (64 if dim <= 64 else 128 for dim in (problem.head_dim, problem.value_dim))
     assert problem.rows is not None
     parts = -(-problem.rows // ROWS)
-    workers = max(1, problem.device.processors // (problem.kv_heads * parts))  # not one CTA more than processors
+    workers = max(1, problem.device.processors // parts)  # not one CTA more than processors
     for stages in ((8, 4), (4, 4), (4, 2)):
         config = Config(
             64, *stages, block_d, block_dv, problem.value_dim, problem.group, problem.q_heads, workers, parts

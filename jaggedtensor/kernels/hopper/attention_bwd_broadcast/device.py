@@ -2,10 +2,10 @@
 
     dV = P^T dO        dS = P (dP - delta)        dK = scale * dS^T Q        dQ = scale * dS K
 
-A CTA stays on one key-value head and walks an equal share of its KV tiles, over all sequences: dQ stays in registers
-for its life, and dK and dV of a tile are finished on the way. Roles:
+A CTA walks an equal share of all KV tiles, head after head, over all sequences: dQ of a head stays in registers, and dK
+and dV of a tile are finished on the way. Roles:
 
-    consumer 0   query rows 0 .. 63, and dV of all rows        loaders   K and V, a ring each; Q once, and each dO
+    consumer 0   query rows 0 .. 63, and dV of all rows        loaders   K and V, a ring each; Q of a head, and each dO
     consumer 1   query rows 64 .. 127, and dK of all rows      stores    dV; dK
 
 The consumers meet in shared memory: each writes its rows of P and dS; dV needs all of P, dK all of dS. What comes of
@@ -44,7 +44,7 @@ ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
 
 @aggregate
 class Channels:
-    q: Channel  # [128, D], filled once
+    q: Channel  # [128, D], of a head
     grad_out: Channel  # [128, Dv]
     k: Channel  # [N, D]
     v: Channel  # [N, Dv]
@@ -67,9 +67,9 @@ class Statistics:
     C: gl.constexpr
 
     @gluon.jit
-    def of(self, sequence):
-        """Those of another sequence."""
-        return Statistics(self.lse, self.grad_lse, self.out, sequence, self.head, self.q_len, self.C)
+    def of(self, tile):
+        """Those of another tile."""
+        return Statistics(self.lse, self.grad_lse, self.out, tile.sequence, tile.head, self.q_len, self.C)
 
     @gluon.jit
     def place(self, row):
@@ -155,12 +155,14 @@ def load_queries_role(schedule, descriptors, channels, C: gl.constexpr):
     q_desc, grad_desc = descriptors
     begin, end = my_range(schedule, C)
     walk = start_walk(schedule, begin, end)
-    at = channels.grad_out.start()
-    row = my_part(C) * (M // C.group)
+    q_at, at = channels.q.start(), channels.grad_out.start()
+    row, head = my_part(C) * (M // C.group), -1
     for t in range(begin, end):
         tile, span = walk.tile, walk.span
-        if t == begin:
-            channels.q.slot(channels.q.start()).load(q_desc, ragged_place(0, span.q_count, row, tile.head * C.group))
+        if tile.head != head:
+            head = tile.head
+            slot, q_at = channels.q.acquire_empty(q_at)
+            slot.load(q_desc, ragged_place(0, span.q_count, row, head * C.group))
         slot, at = channels.grad_out.acquire_empty(at)
         slot.load(grad_desc, ragged_place(span.q_start, span.q_count, row, tile.head * C.group))
         walk = walk.next(t)
@@ -264,6 +266,24 @@ class Maker:
         return ds
 
     @gluon.jit
+    def last(self, ds, turn, acc):
+        """dX and dQ of the last tile of a head, or of all."""
+        dx = self.late_product(turn, turn >> 30)
+        issued = self.late_grad_query(ds, turn, acc)
+        self.stage(warpgroup_mma_wait(1, deps=(dx,)), turn)
+        acc = warpgroup_mma_wait(0, deps=(issued,))
+        self.channels.k.slot(by_turn(self.channels.k, turn)).release()
+        return acc
+
+    @gluon.jit
+    def put_share(self, shares, slot, share):
+        """My rows of dQ of a head."""
+        row = (slot * self.C.parts + my_part(self.C)) * M + self.first
+        row += gl.arange(0, ROWS, gl.SliceLayout(1, share.type.layout))
+        column = gl.arange(0, self.C.block_d, gl.SliceLayout(0, share.type.layout))
+        gl.store(shares + row.to(gl.int64)[:, None] * self.C.block_d + column[None, :], share)
+
+    @gluon.jit
     def stage(self, dx, turn):
         """dX for the role that stores it."""
         slot = self.out.slot(by_turn(self.out, turn))
@@ -282,7 +302,7 @@ def product(a, b):
 
 
 @gluon.jit
-def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl.constexpr, C: gl.constexpr):
+def make_role(schedule, statistics, shares, channels, scales, MAKES_DV: gl.constexpr, C: gl.constexpr):
     N: gl.constexpr = C.block_n
     D: gl.constexpr = C.block_d
     FIRST: gl.constexpr = 0 if MAKES_DV else 64
@@ -301,14 +321,13 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
     ds = as_operand(gl.zeros([ROWS, N], channels.q.buffers.dtype, ROW_LAYOUT.parent), acc)
     grad_at = channels.grad_out.start()
     turn = 0  # tiles so far
-    if begin < end:
-        channels.q.acquire_full(channels.q.start())
+    q_at, head, slot = channels.q.start(), -1, 0
     for t in range(begin, end):
         opaque = turn >> 30  # 0, which the compiler cannot know: it would keep 24 matrix descriptors in registers
         tile = read_tile(schedule, t)
-        here = statistics.of(tile.sequence)
+        here = statistics.of(tile)
         lse = here.load_lse(row)
-        if turn > 0:
+        if tile.head == head:
             issued = me.scores(turn, opaque)
             dx = me.late_product(turn - 1, opaque)
             p = me.put_probabilities(warpgroup_mma_wait(1, deps=(issued,)), lse, turn)
@@ -319,6 +338,14 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
             acc = warpgroup_mma_wait(0, deps=(issued_acc,))
             channels.k.slot(by_turn(channels.k, turn - 1)).release()
         else:
+            if turn > 0:
+                acc = me.last(ds, turn - 1, acc)
+                channels.grad_out.slot(grad_at).release()
+                channels.q.slot(q_at).release()
+                me.put_share(shares, slot, acc * scales[1])
+                acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
+            head, slot = tile.head, gl.load(schedule.tiles + t * 8 + 7)
+            _, q_at = channels.q.acquire_full(q_at)
             p = me.put_probabilities(warpgroup_mma_wait(0, deps=(me.scores(turn, opaque),)), lse, turn)
         out = here.load_out(out_row, OUT_LAYOUT)  # on its way while dO is
         grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
@@ -351,16 +378,10 @@ def make_role(head, schedule, statistics, shares, channels, scales, MAKES_DV: gl
             turn += 1
 
     if begin < end:
-        dx = me.late_product(turn - 1, turn >> 30)
-        issued = me.late_grad_query(ds, turn - 1, acc)
-        me.stage(warpgroup_mma_wait(1, deps=(dx,)), turn - 1)
-        acc = warpgroup_mma_wait(0, deps=(issued,))
+        acc = me.last(ds, turn - 1, acc)
         # Nobody waits for this; but the memory of a barrier that nobody uses may be given to a buffer.
-        channels.q.slot(channels.q.start()).release()
-
-    column = gl.arange(0, D, gl.SliceLayout(0, ACC_LAYOUT))
-    place = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT)) + gl.program_id(0) * M
-    gl.store(shares + place.to(gl.int64)[:, None] * D + column[None, :], acc * scales[1])
+        channels.q.slot(q_at).release()
+        me.put_share(shares, slot, acc * scales[1])
 
 
 @gluon.jit
@@ -385,9 +406,9 @@ def broadcast_kernel(
     lse,  # fp32 [B, Hq, Lq]
     grad_lse,  # the same, or None
     out,  # [B, Lq, Hq, Dv]
-    shares,  # fp32 [CTAs, 128, D]: a share of dQ from each
+    shares,  # fp32 [slots, parts, 128, D]: dQ of all that a CTA has of a head
     progress,  # int32 [2, CTAs], zeros; for a query of one part, anything
-    tiles,  # of the schedule: equal ranges of the KV tiles of one head
+    tiles,  # of the schedule: equal ranges of the KV tiles of all heads
     worker_offsets,
     k_offsets,  # [B + 1]
     q_len,
@@ -415,12 +436,11 @@ def broadcast_kernel(
     )
     schedule = Schedule(tiles, worker_offsets, None, k_offsets, q_len, None)
     scales = (scale_log2, scale)
-    head = gl.program_id(0) // (C.workers * C.parts)
-    statistics = Statistics(lse, grad_lse, out, gl.to_tensor(0), head, q_len, C)
+    statistics = Statistics(lse, grad_lse, out, gl.to_tensor(0), gl.to_tensor(0), q_len, C)
     gl.warp_specialize(
         [
-            (make_role, (head, schedule, statistics, shares, channels, scales, True, C)),
-            (make_role, (head, schedule, statistics, shares, channels, scales, False, C)),
+            (make_role, (schedule, statistics, shares, channels, scales, True, C)),
+            (make_role, (schedule, statistics, shares, channels, scales, False, C)),
             (load_keys_role, (schedule, (k, v), progress, channels, C)),
             (load_queries_role, (schedule, (q, grad_out), channels, C)),
             (store_role, (schedule, dv, channels.dv, progress, C)),

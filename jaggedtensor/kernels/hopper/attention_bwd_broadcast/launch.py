@@ -10,7 +10,7 @@ from torch import Tensor
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.config import ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
 from jaggedtensor.kernels.shared.direct import launch
-from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, key_of, new_gradient, sum_of_shares
+from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, key_of, new_gradient, sum_of_slots
 from jaggedtensor.kernels.shared.ragged import device_of, ragged
 from jaggedtensor.problem import AttentionArgs
 
@@ -24,7 +24,7 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> Gradients:
     """dQ, dK and dV, all of which come from one pass; those in `needs` are given back."""
-    problem, (tiles, worker_offsets) = args.problem, args.schedule
+    problem, (tiles, worker_offsets, merges) = args.problem, args.schedule
     config = select(problem)
     q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
     with device_of(k):
@@ -33,7 +33,8 @@ def backward(
             return chosen(torch.zeros_like(q, memory_format=torch.contiguous_format), dk, dv, needs)
         programs = (worker_offsets.shape[0] - 1) * config.parts
         rows, heads = ROWS // config.group, config.group
-        shares = k.new_empty(programs, ROWS, config.block_d, dtype=torch.float32)
+        slots = config.workers + problem.kv_heads - 1  # of the schedule, at most
+        shares = k.new_empty(slots, config.parts * ROWS, config.block_d, dtype=torch.float32)
         progress = worker_offsets if config.parts == 1 else k.new_zeros(2 * programs, dtype=torch.int32)
         launch(
             broadcast_kernel,
@@ -63,5 +64,4 @@ def backward(
             ),
             config.options,
         )
-        shares = shares.view(problem.kv_heads, config.workers, config.parts * ROWS, config.block_d)
-        return chosen(sum_of_shares(shares, q, config.group), dk, dv, needs)
+        return chosen(sum_of_slots(shares, merges, q, config.group), dk, dv, needs)
