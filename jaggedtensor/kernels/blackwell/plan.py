@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from jaggedtensor.kernels.blackwell.attention_bwd_broadcast import config as bro
 from jaggedtensor.kernels.blackwell.attention_bwd_wide import config as wide
 from jaggedtensor.kernels.blackwell.attention_fwd import config as forward
 from jaggedtensor.kernels.shared.cuts import Cuts
+from jaggedtensor.kernels.shared.remember import remembered
 from jaggedtensor.problem import AttentionProblem
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis
 
@@ -89,13 +89,13 @@ def plan_forward(
 BACKWARD = {"broadcast": broadcast, "pair": pair, "general": general, "wide": wide}
 
 
-@functools.lru_cache(maxsize=512)
+@remembered
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
     return broadcast.lacks(problem) and pair.lacks(problem) and general.lacks(problem) and wide.lacks(problem)
 
 
-@functools.lru_cache(maxsize=512)
+@remembered
 def backward_family(problem: AttentionProblem) -> str:
     """Which of them does it: the first that lacks nothing."""
     return next(name for name, family in BACKWARD.items() if not family.lacks(problem))
