@@ -54,6 +54,12 @@ CASES = {
     "jagged, causal, grouped heads": _JAGGED.with_options(causal=True, heads=4),
     "jagged, window": _JAGGED.with_options(window=(70, 20), dim=64, value_dim=64),
     "wide heads": _JAGGED.with_options(dim=256, value_dim=256),
+    "wide, one long query for all": _HALF.with_options(dim=256, value_dim=256, q_length=200, heads=4),
+    "wide, groups of three, causal": _JAGGED.with_options(
+        dim=64, value_dim=192, heads=6, causal=True, dtype=torch.float16
+    ),
+    "one query for all, block mask": _HALF.with_options(q_length=300, mask_share=0.6),
+    "jagged, block mask": _JAGGED.with_options(mask_share=0.6, heads=4),
 }
 # Without being asked for the same bits every time, which other kernels may serve.
 IN_ANY_ORDER = {
