@@ -15,8 +15,7 @@ pytest.importorskip("greenlet")
 from jaggedtensor.kernels.blackwell.attention_bwd_wide import launch
 from jaggedtensor.kernels.blackwell.attention_bwd_wide.config import Gradient
 from jaggedtensor.kernels.blackwell.plan import plan_wide_backward
-from jaggedtensor.kernels.emulator import ORDERS, emulate
-from jaggedtensor.kernels.shared import delta, gradients
+from jaggedtensor.kernels.emulator import ORDERS
 from jaggedtensor.problem import AttentionArgs
 from jaggedtensor.testing.guards import poison_free_memory
 from jaggedtensor.testing.mutants import load_module
@@ -113,24 +112,9 @@ def test_any_batch(case, order, seed):
     ],
     ids=["jagged", "jagged, a mask", "broadcast", "broadcast, a mask", "per sequence", "no key", "no key, broadcast"],
 )
-def test_the_launcher_copies_fills_and_sums(case, monkeypatch):
+def test_the_launcher_copies_fills_and_sums(case, emulated):
     """For operands as users have them: columns apart, and rows past the last sequence."""
-    reports = []
-
-    def emulated(kernel, programs, key, descriptors, args, options):
-        made = [make() for _, make in descriptors]
-        reports.append(emulate(kernel, (programs,), *made, *args, **options, target="sm100", order="late", seed=1))
-
-    def cleared(x, offsets):
-        x[offsets[-1] :] = 0
-        return x
-
-    def delta_of(out, grad_out, grad_lse):
-        return ((out.float() * grad_out.float()).sum(-1).transpose(1, 2) - grad_lse).contiguous()
-
-    monkeypatch.setattr(launch, "launch", emulated)
-    monkeypatch.setattr(delta, "delta_of", delta_of)
-    monkeypatch.setattr(gradients, "clear_slack", cleared)
+    reports = emulated(launch)
     x = family.inputs_of(case)
     q, k = x.q, x.k.transpose(1, 2).contiguous().transpose(1, 2)
     apart = torch.full((*x.v.shape, 2), float("nan"), dtype=case.dtype)
