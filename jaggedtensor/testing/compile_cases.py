@@ -42,6 +42,13 @@ def _much(args: AttentionArgs) -> None:
         launch.forward(args)
 
 
+def _anchored(args: AttentionArgs) -> None:
+    """The Blackwell forward of more work than cases have: anchored rows, and what does again what they stray in."""
+    from jaggedtensor.kernels.blackwell.attention_fwd import config, launch
+
+    launch.forward(args, config.select(args.problem, anchored=1))
+
+
 def _in_e4m3(args: AttentionArgs) -> None:
     """The Blackwell forward of operands of 8 bits, with scales."""
     from jaggedtensor.kernels.blackwell.attention_fwd import launch
@@ -85,6 +92,11 @@ CASES: dict[str, CompileCase] = {
     "jagged 128, much": CompileCase(case_of(J, 128), quick=True, only="sm_90 forward", run=_much),
     "jagged 64, much": CompileCase(case_of(J, 64, dtype=FP16), only="sm_90 forward", run=_much),
     "broadcast 128, 256 rows, much": CompileCase(case_of(B, 128, q_length=256), only="sm_90 forward", run=_much),
+    "jagged 128, anchored": CompileCase(case_of(J, 128), quick=True, only="forward blackwell", run=_anchored),
+    "jagged 128, causal, anchored": CompileCase(case_of(J, 128, causal=True), only="sm_100 forward", run=_anchored),
+    "jagged 64, window, groups of 4, anchored": CompileCase(
+        case_of(J, 64, heads=4, kv_heads=1, window=(30, 5)), only="sm_100 forward", run=_anchored
+    ),
     "broadcast 128, e4m3": CompileCase(case_of(B, 128), only="forward blackwell", run=_in_e4m3),
     "jagged 128, e4m3": CompileCase(case_of(J, 128), quick=True, only="forward blackwell", run=_in_e4m3),
     "jagged 64, window, groups of 4, e4m3": CompileCase(

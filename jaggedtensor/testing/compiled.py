@@ -288,7 +288,7 @@ class _Roles:
 
     def role_of(self, frames: Sequence[Frame]) -> str:
         """Roles of workers are called from where the kernel begins; the other one is inlined into the kernel."""
-        if len(frames) < 2 or frames[-1] != self.entry:
+        if len(frames) < 2 or frames[-1][1] != self.entry[1]:  # the line alone: the file may be that of another frame
             return self.default
         file, line = frames[-2]
         before = [start for start in self.starts.get(file, []) if start[0] <= line]

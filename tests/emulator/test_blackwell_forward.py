@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
 from jaggedtensor import JaggedTensor, attend, attend_fp8, dequantize_fp8, quantize_fp8
+from jaggedtensor.kernels.blackwell.attention_fwd import config as configuration
 from jaggedtensor.kernels.blackwell.attention_fwd import launch
 from jaggedtensor.kernels.blackwell.plan import plan_forward
 from jaggedtensor.kernels.emulator import ORDERS, emulate
@@ -60,6 +62,30 @@ CASES = {
     "wide in 8 bits": Case((200, 0, 1), q_len=70, dim=256, value_dim=256, spread=2.0, quantised=True),
 }
 
+# Rows that keep the peak of their first block: how many tiles stray from it is known.
+ANCHORED = {
+    "tiles": Case((0, 260, 1, 390), q_lengths=(5, 140, 3, 257), kind=J, redone=0),
+    "heads of 128": Case((300, 0, 130, 1), q_lengths=(257, 3, 1, 9), kind=J, dim=128, value_dim=72, redone=0),
+    "a broadcast query, two heads": Case((130, 0, 5, 520), q_len=256, kv_heads=2, dtype=torch.bfloat16, redone=0),
+    "peaks that grow within the limit": Case(
+        (420, 0, 1), q_lengths=(300, 3, 1), kind=J, dtype=torch.bfloat16, spread=5.0, growth=2.0, redone=0
+    ),
+    "peaks that grow past it": Case(
+        (420, 0, 128, 1, 300), q_lengths=(300, 4, 9, 1, 130), kind=J, growth=60.0, dtype=torch.bfloat16, redone=3
+    ),
+    "weights past fp16": Case((420, 0, 128, 1), q_lengths=(300, 4, 9, 7), kind=J, growth=9.0, processors=1, redone=2),
+    "lane 0 strays": Case((420, 7), q_lengths=(256, 3), kind=J, growth=60.0, quiet=(128, 256), redone=1),
+    "lane 1 strays": Case((420, 7), q_lengths=(256, 3), kind=J, growth=60.0, quiet=(0, 128), redone=1),
+    "first blocks of one key": Case((257, 0, 385, 1), q_lengths=(200, 1, 140, 3), kind=J, dtype=torch.bfloat16),
+    "causal": Case((300, 0, 420, 1), q_lengths=(300, 4, 150, 7), kind=J, right=0, group=2),
+    "causal, more queries than keys": Case((100, 3, 0, 260), q_lengths=(400, 150, 3, 300), kind=J, right=0),
+    "window, rows whose first block hides all": Case((700, 0, 1), q_lengths=(400, 0, 3), kind=J, left=100, right=30),
+    "window, groups of three": Case((500, 1), q_lengths=(200, 2), kind=J, left=90, right=300, group=3, spread=3.0),
+    "scores past 2 ** 27": Case((300, 3), q_lengths=(140, 1), kind=J, spread=1e4, key_spread=5e3),
+}
+NOT_FINITE = [("q", math.nan), ("k", math.inf), ("k", -math.inf), ("v", math.nan), ("v", math.inf), ("v", 3e38)]
+DEVICE = Device("cuda", (10, 0), 2, 227 << 10)
+
 
 def launched(k_lengths, query, scale=0.1, **options):
     sizes = dict(q_length=100, q_lengths=(), dim=64, value_dim=64, dtype=torch.float16, k_slack=3, q_slack=2)
@@ -84,6 +110,68 @@ LAUNCHED = {
 def test_values_are_right_under_every_order(case):
     for order, seed in schedules(1 if case.quantised else SEEDS):  # 8 bits change no order
         family.run(case, order, seed)
+
+
+@pytest.mark.parametrize("case", ANCHORED.values(), ids=ANCHORED.keys())
+def test_anchored_rows_and_what_they_stray_in(case):
+    for order, seed in schedules(1):
+        family.run(case, order, seed, anchored=1)
+
+
+def test_anchored_rows_in_larger_pieces():
+    for order, seed in schedules(1):
+        family.run(ANCHORED["tiles"], order, seed, anchored=1, pieces=4)
+
+
+def test_lanes_that_have_not_strayed_are_left_alone():
+    """Of the tiles that the second launch passes over it stores nothing."""
+    for name in ("tiles", "peaks that grow past it"):
+        reports = []
+        family.run(ANCHORED[name], "round_robin", 0, anchored=1, reports=reports)
+        stores = [sum(event.kind == "tma store" for event in report.events) for report in reports]
+        assert stores[0] > stores[1]
+        assert (stores[1] > 0) == (name != "tiles")
+
+
+@pytest.mark.parametrize(("operand", "bad"), NOT_FINITE)
+def test_what_is_not_finite_is_done_again(operand, bad, monkeypatch):
+    """As the kernel that follows the maximum does it, to the bit; other sequences are as ever."""
+    case = AttentionCase((300, 0, 140), query=J, q_lengths=(140, 3, 5), dim=64, value_dim=64, dtype=torch.bfloat16)
+    q, k, v = (x.values().detach().clone() for x in case.inputs())
+    {"q": q, "k": k, "v": v}[operand][100:103] = bad
+    query, keys, _ = case.inputs()
+    offsets, q_offsets = keys.offsets(), query.offsets()
+    problem = replace(AttentionProblem.of(q, k, v, q_offsets, UNLIMITED, UNLIMITED, False), device=DEVICE)
+    schedule = plan_forward(problem, keys.layout, query.layout, k.shape[0], q.shape[0])
+    args = AttentionArgs(problem, q, k, v, q_offsets, offsets, 0.1, True, False, schedule)
+    found = []
+    for enough in (0, 1000):
+        monkeypatch.setattr(configuration, "ENOUGH", enough)
+        reports = emulated_launches(monkeypatch)
+        found.append(launch.forward(args))
+        assert len(reports) == 2 - bool(enough)
+    for anchored, exact in zip(*found, strict=True):
+        torch.testing.assert_close(anchored[:140], exact[:140], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(anchored[140:], exact[140:], rtol=1e-2, atol=1e-2)
+
+
+def emulated_launches(monkeypatch, order="round_robin", seed=0):
+    """A list that gets the reports of what `launch` launches."""
+    reports = []
+
+    class Emulated:
+        def __init__(self, kernel, options):
+            self.kernel, self.options = kernel, options
+
+        def launch(self, programs, descriptors, args, aligned):
+            made = [make() for _, make in descriptors]
+            run = dict(target="sm100", order=order, seed=seed)
+            reports.append(emulate(self.kernel, (programs,), *made, *args, **self.options, **run))
+
+    monkeypatch.setattr(launch, "Variant", Emulated)
+    monkeypatch.setattr(launch, "_CALLS", {})
+    poison_free_memory(1 << 20, "cpu")
+    return reports
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -146,8 +234,18 @@ def test_any_batch_with_any_features(case, order, seed):
     family.run(case, order, seed)
 
 
+@pytest.mark.parametrize("name", [name for name, (case, _) in LAUNCHED.items() if case.query is J])
+def test_the_launcher_anchors_rows_where_there_is_work_enough(name, monkeypatch):
+    monkeypatch.setattr(configuration, "ENOUGH", 0)
+    run_launched(name, monkeypatch, launches=2)
+
+
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_the_launcher_fills_copies_and_turns_signs(name, monkeypatch):
+    run_launched(name, monkeypatch, launches=1 + name.startswith("cut"))
+
+
+def run_launched(name, monkeypatch, launches):
     """Within the budget of float64, with what is free poisoned, for operands as users have them."""
     case, scale = LAUNCHED[name]
     query, keys, values = case.inputs()
@@ -165,26 +263,13 @@ def test_the_launcher_fills_copies_and_turns_signs(name, monkeypatch):
     expected = attend_reference(q.double(), k.double(), v.double(), q_offsets, keys.offsets(), **options)
     close = attend_reference(q, k, v, q_offsets, keys.offsets(), **options)
     for order, seed in schedules(1):
-        reports = []
-
-        class Emulated:
-            def __init__(self, kernel, options):
-                self.kernel, self.options = kernel, options
-
-            def launch(self, programs, descriptors, args, aligned):
-                made = [make() for _, make in descriptors]
-                run = dict(target="sm100", order=order, seed=seed)  # noqa: B023  called before they change
-                reports.append(emulate(self.kernel, (programs,), *made, *args, **self.options, **run))  # noqa: B023
-
-        monkeypatch.setattr(launch, "Variant", Emulated)
-        monkeypatch.setattr(launch, "_CALLS", {})
-        poison_free_memory(1 << 20, "cpu")
+        reports = emulated_launches(monkeypatch, order, seed)
         out, lse = launch.forward(
             AttentionArgs(problem, q, k_odd, v_apart, q_offsets, keys.offsets(), scale, True, False, schedule)
         )
         for report in reports:
             report.raise_if_bad()
-        assert len(reports) == any(case.k_lengths) + name.startswith("cut")
+        assert len(reports) == (launches if any(case.k_lengths) else 0)
         assert_within_budget(out, close[0], expected[0], "out")
         assert_within_budget(lse, close[1].float(), expected[1], "lse")
 
@@ -210,19 +295,7 @@ def test_attention_in_8_bits_launches_its_kernel(k_lengths, kind, options, monke
     processors = 6 if len(k_lengths) == 1 else 2
     device = Device("cuda", (10, 0), processors, 227 << 10)
     monkeypatch.setattr(fp8, "AttentionProblem", Placed(device))
-    reports = []
-
-    class Emulated:
-        def __init__(self, kernel, options):
-            self.kernel, self.options = kernel, options
-
-        def launch(self, programs, descriptors, args, aligned):
-            made = [make() for _, make in descriptors]
-            reports.append(emulate(self.kernel, (programs,), *made, *args, **self.options, target="sm100"))
-
-    monkeypatch.setattr(launch, "Variant", Emulated)
-    monkeypatch.setattr(launch, "_CALLS", {})
-    poison_free_memory(1 << 20, "cpu")
+    reports = emulated_launches(monkeypatch)
     scales = (q_scale, k_scale, v_scale)
     out, lse = attend_fp8(
         q8, k8, v8, scales=scales, scale=scale, causal=case.causal, return_lse=True, backend="blackwell"

@@ -4,6 +4,7 @@ Cluster launch control (PTX ISA, "clusterlaunchcontrol.try_cancel") hands a CTA 
 started yet. A role of its own asks, a few tiles ahead, and all others read each answer.
 """
 
+from jaggedtensor.kernels.shared.anchor import any_flagged, is_flagged
 from jaggedtensor.kernels.shared.dsl import aggregate, clc, fence_async_shared, gl, gluon, mbarrier
 from jaggedtensor.kernels.shared.pipeline import Counter
 from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, read_span, read_tile
@@ -49,6 +50,15 @@ class Source:
     answers: Answers | gl.constexpr  # None where the schedule says whose a tile is
     left: gl.tensor  # the window
     right: gl.tensor
+    flags: gl.tensor | gl.constexpr  # int32 [tiles, 2]: only flagged tiles are walked; None: all
+    some: gl.tensor | gl.constexpr  # whether any of this CTA's is
+
+
+@gluon.jit
+def any_in_range(flags, worker_offsets):
+    """Whether any tile that the schedule gives this CTA is flagged. By all warps, before the roles begin."""
+    worker = gl.program_id(0)
+    return any_flagged(flags, gl.load(worker_offsets + worker), gl.load(worker_offsets + worker + 1), 2)
 
 
 @gluon.jit
@@ -87,6 +97,11 @@ class Walk:
 
     @gluon.jit
     def next(self):
+        """The walk at the next tile that there is anything to do for."""
+        return wanted(self.step())
+
+    @gluon.jit
+    def step(self):
         """The walk at the next tile."""
         span = read_span(self.source.schedule, self.ahead.sequence)
         place, more, at = self.place, self.more_ahead, self.at
@@ -97,6 +112,16 @@ class Walk:
             place, more, at = self.source.answers.take(self.at, self.end)
         ahead = read_tile(self.source.schedule, place)
         return Walk(self.source, self.ahead, span, ahead, self.more_ahead, more, self.place, place, self.end, at)
+
+
+@gluon.jit
+def wanted(walk):
+    """The walk, past tiles without a flag."""
+    flags = walk.source.flags
+    if flags is not None:
+        while walk.more & (not is_flagged(flags, walk.here, 2)):
+            walk = walk.step()
+    return walk
 
 
 @gluon.jit
@@ -111,6 +136,8 @@ def start_walk(source):
     schedule = source.schedule
     if source.answers is None:
         first, end = my_range(schedule)
+        if source.flags is not None:
+            end = gl.where(source.some, end, first)
         last = gl.maximum(end - 1, 0)
         place, more_ahead = gl.minimum(first + 1, last), first + 1 < end
         at = Counter(gl.to_tensor(0), gl.to_tensor(0), 1)
@@ -124,4 +151,4 @@ def start_walk(source):
     tile = read_tile(schedule, gl.minimum(first, last))
     ahead = read_tile(schedule, place)
     span = read_span(schedule, tile.sequence)
-    return Walk(source, tile, span, ahead, first < end, more_ahead, gl.minimum(first, last), place, end, at)
+    return wanted(Walk(source, tile, span, ahead, first < end, more_ahead, gl.minimum(first, last), place, end, at))

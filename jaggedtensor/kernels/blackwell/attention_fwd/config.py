@@ -16,8 +16,9 @@ ROWS = 128  # packed query rows of a lane: what one tcgen05.mma takes
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 TENSOR_COLUMNS = 512  # of tensor memory
 ROLES_STATE = 512  # bytes that the compiler adds for roles, at most
-REGISTERS = {4: 512, 3: 504}  # of a thread of each group of four warps, in all, by their number
+REGISTERS = {6: 480, 4: 512, 3: 504}  # of a thread of each group of four warps, in all, by their number
 MAX_HEAD_DIM = 256
+ENOUGH = 16  # blocks of keys for each multiprocessor; a second launch is worth two or three
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Config:
     block_m: int  # packed query rows of a CTA
     q_parts: int  # of 128 rows
     q_stages: int = 1
+    anchored: bool = False  # rows keep the peak of their first block, and two groups of four warps have a lane
+    redoes: bool = False  # only tiles that the launch before has flagged
     pieces: int = 4  # that a block of P is made and stored in
     early: int = 0  # columns of P that are published before the rest: none, or three quarters
     polynomials: int = 0  # pieces half of whose exponentials are polynomials
@@ -76,7 +79,7 @@ class Config:
         """Bytes, at most: Q, the ring of K and V, staging for O, peaks, sums, mbarriers (each padded to 16 bytes)."""
         rows = self.q_parts * self.q_stages * ROWS + self.kv_stages * self.block_n
         staging = 2 * self.staging * ROWS * self.out_columns
-        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * 7 + 3 * self.answers
+        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * (8 if self.anchored else 7) + 3 * self.answers
         return self.itemsize * rows * self.block_d + staging + 4 * 2 * 2 * ROWS + 16 * barriers + ROLES_STATE
 
     @property
@@ -87,7 +90,23 @@ class Config:
     @property
     def worker_registers(self) -> tuple[int, ...]:
         """Of a thread, for each group of four warps but correction."""
-        return (self.softmax_registers,) * (1 if self.wide else 2) + (self.single_registers,)
+        count = 1 if self.wide else 4 if self.anchored else 2
+        return (self.softmax_registers,) * count + (self.single_registers,)
+
+
+def may_anchor(problem: AttentionProblem) -> bool:
+    """Whether there is a kernel whose rows keep the peak of their first block: for two tiles, in 16 bits. Of a list of
+    blocks, the first may be one that a row does not see."""
+    rows = None if problem.q_len is None else problem.q_len * (1 << (problem.group - 1).bit_length())
+    narrow = max(problem.head_dim, problem.value_dim) <= 128 and problem.dtype.itemsize == 2
+    return narrow and not problem.masked and (rows is None or rows > ROWS)
+
+
+def anchors_pay(problem: AttentionProblem, queries: int, keys: int, batch: int) -> bool:
+    """Whether a kernel that keeps the peaks of first blocks takes less time, with the launch that does again what needs
+    it: there is enough work, if sequences are of a length. Of all sequences: queries of a head, and keys."""
+    blocks = problem.q_heads * queries * keys // (batch * 2 * ROWS * 128) if batch else 0
+    return may_anchor(problem) and blocks >= ENOUGH * problem.device.processors
 
 
 @functools.lru_cache(maxsize=512)
@@ -145,6 +164,13 @@ def select(problem: AttentionProblem, **chosen: int) -> Config:
         masked=problem.masked,
         skips=long and problem.right != UNLIMITED and not problem.masked,
     )
+    if chosen.get("anchored"):
+        assert may_anchor(problem), problem
+        # Without maxima, exponentials have time enough, and 16 columns of S are enough to begin with.
+        fields |= dict(pieces=8, early=64, polynomials=0)
+        fields |= dict(softmax_registers=96, correction_registers=72, correction_columns=16)
+    if chosen.get("redoes"):
+        fields |= dict(resident=False)  # whose tile is next is not known before its flag is read
     fields |= chosen
     if not fields["kv_stages"]:
         empty = Config(**fields)

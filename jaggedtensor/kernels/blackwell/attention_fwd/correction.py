@@ -1,10 +1,11 @@
 """The roles that let O fade where a peak has grown, and at a tile's end make O and lse of it."""
 
-from jaggedtensor.kernels.blackwell.arithmetic import by_row
+from jaggedtensor.kernels.blackwell.arithmetic import by_row, folded
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, blocks_of, first_row, has_rows, skipped
 from jaggedtensor.kernels.blackwell.attention_fwd.units import Units
 from jaggedtensor.kernels.blackwell.walk import slot_of, start_walk
-from jaggedtensor.kernels.shared.dsl import aggregate, fence_async_shared, fma2, gl, gluon, mbarrier, mul2, tma
+from jaggedtensor.kernels.shared.anchor import flag, strays
+from jaggedtensor.kernels.shared.dsl import add2, aggregate, fence_async_shared, fma2, gl, gluon, mbarrier, mul2, tma
 from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
 from jaggedtensor.kernels.shared.merge import Parts, store_part, store_part_lse
 from jaggedtensor.kernels.shared.ragged import ragged_place
@@ -79,6 +80,8 @@ class Target:
     span: Span
     first: gl.tensor  # packed row of the sequence that is row 0 here
     slot: gl.tensor  # -1: to the results
+    left: gl.tensor  # the window
+    right: gl.tensor
 
     @gluon.jit
     def row(self, C: gl.constexpr):
@@ -118,7 +121,10 @@ def target_of(walk, part: gl.constexpr, lane, output, scales, C: gl.constexpr):
     units, value = scales.of_tile(walk.tile, layout, C), scales.of_values(walk.tile)
     slot = slot_of(walk) if C.splits else gl.to_tensor(-1)
     first = first_row(walk.tile, part, C)
-    return Target(units, value, output.results, output.parts, walk.tile, walk.span, first, slot)
+    source = walk.source
+    return Target(
+        units, value, output.results, output.parts, walk.tile, walk.span, first, slot, source.left, source.right
+    )
 
 
 @aggregate
@@ -128,6 +134,7 @@ class Output:
     results: Results
     parts: Parts
     staging: gl.shared_memory_descriptor  # [buffers, 128, columns]
+    flags: gl.tensor | gl.constexpr  # int32 [tiles, 2]: of lanes whose anchors have not done; None without anchors
 
 
 @gluon.jit
@@ -218,6 +225,65 @@ def correct_tiles_role(source, lanes, output, scales, C: gl.constexpr):
             mbarrier.wait(lanes[1].summed, ended1)
             ended1 = ended1 ^ 1
             finish_rows(1, lanes[1], told, output.staging.index(1), target, C)
+        walk = walk.next()
+    tma.store_wait(0)
+
+
+@gluon.jit
+def sees_none(target, layout: gl.constexpr, C: gl.constexpr):
+    """Which rows [128] have no key at all, by what is known before any score."""
+    span = target.span
+    i = (target.first + gl.arange(0, ROWS, layout)) // C.group
+    diagonal = i + span.k_count - span.q_count
+    none = i >= span.q_count
+    if C.right:
+        none = none | (diagonal + target.right < 0)
+    if C.left:
+        none = none | (diagonal - target.left >= span.k_count)
+    return none
+
+
+@gluon.jit
+def finish_anchored(part: gl.constexpr, lane, phase, staging, target, C: gl.constexpr):
+    """O and lse of a lane with rows of its own, whose O has not faded. Whether it is to be done again."""
+    PIECE: gl.constexpr = C.correction_columns
+    COUNT: gl.constexpr = C.block_dv // PIECE
+    layout: gl.constexpr = gl.SliceLayout(1, lane.o.slice(0, PIECE).get_reg_layout())
+    mbarrier.wait(lane.ended, phase)
+    told = Told(lane.peaks.load(layout), lane.norms.load(layout))
+    share = inverse(told.norm) * target.value
+    mbarrier.wait(lane.summed, phase)
+    if C.tma_store:
+        tma.store_wait(part)
+    total = None  # [128, 2]: finite only if all of O is
+    for i in gl.static_range(COUNT):
+        o = lane.o.slice(i * PIECE, PIECE).load()
+        total = folded(o) if total is None else add2(total, folded(o))
+        target.put_piece(mul2(o, by_row(share, o)), i * PIECE, i * PIECE, staging, C)
+    mbarrier.arrive(lane.heard, count=1)
+    target.send(staging, C)
+    target.put_lse(lse_of(told, target.units, C), C)
+    norm = gl.fma(gl.convert_layout(gl.sum(total, 1), layout, assert_trivial=True), 0.0, told.norm)
+    if C.windowed:  # rows that no block showed a key before the bulk have 0 for an anchor, which may be too much
+        norm = gl.where((norm >= 0.5) | sees_none(target, layout, C), norm, float("nan"))
+    return strays(norm, None, staging.dtype)
+
+
+@gluon.jit
+def finish_tiles_role(source, lanes, output, scales, C: gl.constexpr):
+    """Of anchored rows."""
+    walk = start_walk(source)
+    phase0, phase1 = gl.to_tensor(0), gl.to_tensor(0)
+    while walk.more:
+        target = target_of(walk, 0, lanes[0], output, scales, C)
+        flag(output.flags, walk.here, 0, 2, finish_anchored(0, lanes[0], phase0, output.staging.index(0), target, C))
+        phase0 = phase0 ^ 1
+        again = 0
+        if has_rows(walk.tile, walk.span, 1, C):
+            target = target_of(walk, 1, lanes[1], output, scales, C)
+            again = finish_anchored(1, lanes[1], phase1, output.staging.index(1), target, C)
+            phase1 = phase1 ^ 1
+        flag(output.flags, walk.here, 1, 2, again)
         walk = walk.next()
     tma.store_wait(0)
 

@@ -37,16 +37,18 @@ their own). K and V come through descriptors that end where the sequence ends, s
 as long as tiles have the same one, and is released with the last scores that need it.
 """
 
+from jaggedtensor.kernels.blackwell.attention_fwd.anchored import anchored_role
 from jaggedtensor.kernels.blackwell.attention_fwd.correction import (
     Output,
     correct_streams_role,
     correct_tiles_role,
     correct_wide_role,
+    finish_tiles_role,
 )
 from jaggedtensor.kernels.blackwell.attention_fwd.lanes import ROWS, first_row, has_rows, make_lanes, skipped
 from jaggedtensor.kernels.blackwell.attention_fwd.softmax import softmax_role, softmax_wide_role
 from jaggedtensor.kernels.blackwell.attention_fwd.units import Scales
-from jaggedtensor.kernels.blackwell.walk import Source, ask_role, make_answers, start_walk
+from jaggedtensor.kernels.blackwell.walk import Source, any_in_range, ask_role, make_answers, start_walk
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
 from jaggedtensor.kernels.shared.epilogue import Results
 from jaggedtensor.kernels.shared.merge import Parts, merge_parts
@@ -101,13 +103,20 @@ def issue_scores(lane, q, k, barriers):
 @gluon.jit
 def issue_sum(lane, v, phase, more, barriers, C: gl.constexpr):
     """O (+)= P V, in parts as they are there. The phase of `weighted` after it."""
-    weights = lane.weights(v.dtype)
+    HALF: gl.constexpr = C.block_n // 2
+    LAST: gl.constexpr = C.block_n // 4
     mbarrier.wait(lane.weighted, phase)
-    if C.early == 0:
-        tcgen05_mma(weights, v, lane.o, use_acc=more, mbarriers=barriers)
+    if C.anchored:  # the first columns of each half, and the rest
+        left, right = lane.half(0, v.dtype), lane.half(1, v.dtype)
+        tcgen05_mma(left.slice(0, LAST), v.slice(0, LAST), lane.o, use_acc=more, mbarriers=[])
+        tcgen05_mma(right.slice(0, LAST), v.slice(HALF, LAST), lane.o, mbarriers=[])
+        mbarrier.wait(lane.filled, phase)
+        tcgen05_mma(left.slice(LAST, LAST), v.slice(LAST, LAST), lane.o, mbarriers=[])
+        tcgen05_mma(right.slice(LAST, LAST), v.slice(HALF + LAST, LAST), lane.o, mbarriers=barriers)
+    elif C.early == 0:
+        tcgen05_mma(lane.weights(v.dtype), v, lane.o, use_acc=more, mbarriers=barriers)
     else:  # three quarters, in powers of two, and the rest
-        HALF: gl.constexpr = C.block_n // 2
-        LAST: gl.constexpr = C.block_n // 4
+        weights = lane.weights(v.dtype)
         tcgen05_mma(weights.slice(0, HALF), v.slice(0, HALF), lane.o, use_acc=more, mbarriers=[])
         tcgen05_mma(weights.slice(HALF, LAST), v.slice(HALF, LAST), lane.o, mbarriers=[])
         mbarrier.wait(lane.filled, phase)
@@ -167,14 +176,15 @@ def multiply_tiles(lanes, q, channel, state, skip, count, C: gl.constexpr, BOTH:
     at, phase0, phase1 = state
     for n in range(skip, count - 1):
         v_slot, at = channel.acquire_full(at)
-        k_slot, at = channel.acquire_full(at)
         if BOTH:
             phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > skip, [], C)
+            k_slot, at = channel.acquire_full(at)
             issue_scores(lanes[0], q[0].buffer, k_slot.buffer, [lanes[0].scored])
             phase1 = issue_sum(lanes[1], v_slot.buffer, phase1, n > 0, [v_slot.empty], C)
             issue_scores(lanes[1], q[1].buffer, k_slot.buffer, [lanes[1].scored, k_slot.empty])
         else:
             phase0 = issue_sum(lanes[0], v_slot.buffer, phase0, n > skip, [v_slot.empty], C)
+            k_slot, at = channel.acquire_full(at)
             issue_scores(lanes[0], q[0].buffer, k_slot.buffer, [lanes[0].scored, k_slot.empty])
     return at, phase0, phase1
 
@@ -276,6 +286,7 @@ def forward_kernel(
     lse_head,  # its strides
     part_out,  # scratch for parts of tiles, see shared.merge; None if no tile is cut
     part_lse,
+    flags,  # int32 [tiles, 2], see shared.anchor: written where rows are anchored, read where tiles are redone, or None
     tiles,  # of the schedule
     worker_offsets,  # or, where CTAs ask for tiles, how many there are
     listed,  # blocks, None without a block mask
@@ -306,9 +317,11 @@ def forward_kernel(
         make_answers(C.answers, READERS) if C.answers else None,
         left,
         right,
+        flags if C.redoes else None,
+        any_in_range(flags, worker_offsets) if C.redoes else None,
     )
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
-    output = Output(results, Parts(part_out, part_lse), staging)
+    output = Output(results, Parts(part_out, part_lse), staging, flags if C.anchored else None)
     scales = Scales(scale_log2, coarse, units, value_scales)
     WIDE: gl.constexpr = C.softmax_registers
     NARROW: gl.constexpr = C.single_registers
@@ -334,6 +347,20 @@ def forward_kernel(
             ],
             [4, 1, 1],
             [WIDE, NARROW, NARROW],
+        )
+    elif C.anchored:
+        gl.warp_specialize(
+            [
+                (finish_tiles_role, (source, lanes, output, scales, C)),
+                (anchored_role, (0, 0, source, lanes[0], scales, dtype, C)),
+                (anchored_role, (0, 1, source, lanes[0], scales, dtype, C)),
+                (anchored_role, (1, 0, source, lanes[1], scales, dtype, C)),
+                (anchored_role, (1, 1, source, lanes[1], scales, dtype, C)),
+                (mma_tiles_role, (source, channels, lanes, C)),
+                (load_role, (source, (q, k, v), channels, C)),
+            ],
+            [4, 4, 4, 4, 1, 1],
+            [WIDE, WIDE, WIDE, WIDE, NARROW, NARROW],
         )
     elif C.answers:
         gl.warp_specialize(

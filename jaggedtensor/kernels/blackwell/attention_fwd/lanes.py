@@ -12,6 +12,7 @@ from jaggedtensor.kernels.shared.dsl import (
 )
 
 ROWS: gl.constexpr = gl.constexpr(128)  # of a lane: what one tcgen05.mma takes
+GROUPS: gl.constexpr = gl.constexpr(2)  # of four warps that share a lane where rows are anchored, half of its keys each
 
 
 @aggregate
@@ -23,10 +24,12 @@ class Lane:
     scored: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor
     filled: gl.shared_memory_descriptor | gl.constexpr  # None where P is published whole
-    told: gl.shared_memory_descriptor
+    told: gl.shared_memory_descriptor | gl.constexpr  # None where O never fades
     ended: gl.shared_memory_descriptor
     heard: gl.shared_memory_descriptor
     summed: gl.shared_memory_descriptor
+    offered: gl.shared_memory_descriptor | gl.constexpr  # of the groups of an anchored lane, else None
+    agreed: gl.shared_memory_descriptor | gl.constexpr
 
     @gluon.jit
     def weights(self, dtype: gl.constexpr):
@@ -34,6 +37,13 @@ class Lane:
         WIDE: gl.constexpr = self.s.shape[1] * 32 // dtype.primitive_bitwidth
         layout: gl.constexpr = TensorMemoryLayout([ROWS, WIDE], col_stride=1)
         return reinterpret(self.s, dtype, [ROWS, WIDE], layout).slice(0, self.s.shape[1])
+
+    @gluon.jit
+    def half(self, group: gl.constexpr, dtype: gl.constexpr):
+        """The half of P [128, N / 2] that a group of warps makes, over the left half of its own half of S."""
+        N: gl.constexpr = self.s.shape[1]
+        layout: gl.constexpr = TensorMemoryLayout([ROWS, 2 * N], col_stride=1)
+        return reinterpret(self.s, dtype, [ROWS, 2 * N], layout).slice(group * N, N // GROUPS)
 
     @gluon.jit
     def factor(self):
@@ -69,11 +79,13 @@ def make_lane(o, C: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
         new_barrier(1),
         new_barrier(2),
-        new_barrier(1) if C.early else None,
+        new_barrier(GROUPS if C.anchored else 1) if C.early else None,
+        None if C.anchored else new_barrier(1),
         new_barrier(1),
         new_barrier(1),
         new_barrier(1),
-        new_barrier(1),
+        new_barrier(1) if C.anchored else None,
+        new_barrier(1) if C.anchored else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jaggedtensor.kernels.blackwell.attention_fwd.config import ROWS, Config, select
+from jaggedtensor.kernels.blackwell.attention_fwd.config import ROWS, Config, anchors_pay, select
 from jaggedtensor.kernels.blackwell.attention_fwd.device import forward_kernel, merge_kernel
 from jaggedtensor.kernels.shared.direct import Descriptor, Variant
 from jaggedtensor.kernels.shared.fill import outputs
@@ -63,27 +63,37 @@ def forward(
         tables = _NO_TABLES if quantised is None else tables_of(args, quantised)
         for table in tables:
             places |= 0 if table is None else table.data_ptr()
+        queries = q.shape[0] if problem.q_len is None else args.batch_size * problem.q_len
+        anchored = not splits and quantised is None and anchors_pay(problem, queries, k.shape[0], args.batch_size)
         key = (
-            problem, config, splits, k.device, args.scale, q.stride(), k.stride(), v.stride(), q.shape[0] == 1,
-            k.shape[0] == 1, rows.shape[0] == 1, k_offsets.dtype, None if q_offsets is None else q_offsets.dtype,
-            out.dtype,
+            problem, config, splits, anchored, k.device, args.scale, q.stride(), k.stride(), v.stride(),
+            q.shape[0] == 1, k.shape[0] == 1, rows.shape[0] == 1,
+            k_offsets.dtype, None if q_offsets is None else q_offsets.dtype, out.dtype,
         )  # fmt: skip
         call = _CALLS.get(key)
         if call is None:
             if len(_CALLS) > MANY:
                 _CALLS.clear()
-            chosen = select(problem) if config is None else config
+            chosen = config
+            if chosen is None:
+                chosen = select(problem, anchored=1) if anchored else select(problem)
             call = _CALLS[key] = _prepare(args, lse, replace(chosen, splits=splits))
         descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, rows), call.blocks, strict=True)]
         programs = tiles.shape[0] if call.config.answers else worker_offsets.shape[0] - 1
         parts = new_parts(q, programs, call.config, splits)
+        flags = None
+        if call.config.anchored:  # of each lane of each tile
+            flags = torch.empty(tiles.shape[0], 2, dtype=torch.int32, device=k.device)
         ends = (q_offsets, k_offsets, problem.q_len or 0)
         listed = more[0] if problem.masked else None
         scale, coarse, *rest = call.ends
         arguments = (
-            out, lse, *call.steps, *parts, tiles, worker_offsets, listed, *ends, scale, coarse, *tables, *rest
+            out, lse, *call.steps, *parts, flags, tiles, worker_offsets, listed, *ends, scale, coarse, *tables, *rest
         )  # fmt: skip
         call.variant.launch(programs, descriptors, arguments, not places % 16)
+        if call.redo is not None:
+            variant, exact = call.redo
+            variant.launch(programs, descriptors, (*arguments[:-1], exact), not places % 16)
         if splits:
             merge_parts(call, args, out, lse, parts, more[0], places)
     return out, lse
@@ -104,4 +114,5 @@ def _prepare(args: AttentionArgs, lse: Tensor, config: Config) -> Call:
     query, keys, out = (*rows, config.block_d), (config.block_n, 1, config.block_d), (*rows, config.out_columns)
     ends = (*log2_units(args.scale), problem.left, problem.right, config)
     variant, merge = Variant(forward_kernel, config.options), Variant(merge_kernel, config.options)
-    return Call(variant, (query, keys, keys, out), steps, ends, merge, config)
+    redo = (Variant(forward_kernel, config.options), select(problem, redoes=1)) if config.anchored else None
+    return Call(variant, (query, keys, keys, out), steps, ends, merge, config, redo)

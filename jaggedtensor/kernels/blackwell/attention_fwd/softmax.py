@@ -30,10 +30,11 @@ class View:
     right: gl.tensor
 
     @gluon.jit
-    def masked(self, score, place, C: gl.constexpr):
-        """-inf for what is past the last key or hidden by the window, in the block at a place of the tile's range."""
-        past = self.schedule.block(place) * C.block_n
-        column = gl.arange(0, C.block_n, gl.SliceLayout(0, score.type.layout))[None, :]
+    def masked(self, score, place, C: gl.constexpr, at: gl.constexpr = 0):
+        """-inf for what is past the last key or hidden by the window, in the block at a place of the tile's range, from
+        its column `at` on."""
+        past = self.schedule.block(place) * C.block_n + at
+        column = gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))[None, :]
         i = (self.first + gl.arange(0, ROWS, gl.SliceLayout(1, score.type.layout)))[:, None] // C.group
         diagonal = i + self.span.k_count - self.span.q_count
         end = self.span.k_count
