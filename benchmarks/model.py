@@ -155,7 +155,7 @@ def released_late(report: Any, role: str) -> Any:
 @cache
 def loops_of(case: str, arch: str, which: str) -> dict[str, int]:
     """Instructions of a trip of each role's bulk loop, as compiled."""
-    (kernel,) = compiled(CASES[case], arch, Pass(which))
+    kernel, *_ = compiled(CASES[case], arch, Pass(which))
     return {name: role.slots[0] for name, role in kernel.roles.items()}
 
 
@@ -312,6 +312,12 @@ TILES = Kernel(
     asked=1.25,
     compiled=("jagged 128", "sm_100", "forward"),
 )
+ANCHORED = replace(
+    TILES,
+    name="fwd, two tiles, anchored",
+    emulate=partial(blackwell_forward, rows=256, broadcast=False, anchored=1),
+    compiled=("jagged 128, anchored", "sm_100", "forward"),
+)
 STAYS = Kernel(
     "bwd, the query stays",
     B200,
@@ -343,7 +349,7 @@ WIDE = tuple(
     Kernel(f"bwd, D 256: {name}", B200, partial(blackwell_wide_backward, gradient=i), misses=0.1, bound=bound)
     for i, (name, bound) in enumerate({"dQ": 2304, "dK": 2304, "dV": 1536}.items())
 )
-BLACKWELL = (STREAMS, TILES, STAYS, GENERAL, PAIR, *WIDE)
+BLACKWELL = (STREAMS, TILES, ANCHORED, STAYS, GENERAL, PAIR, *WIDE)
 
 SLOW = replace(B200, tmem_load=276.0, tmem_store=276.0)
 SLOW_STORES = replace(B200, tmem_store=100.0)
@@ -377,6 +383,16 @@ VARIANTS: dict[Kernel, tuple[Kernel, ...]] = {
         TILES.but("an instruction takes a cycle, not 1.5", chip=replace(B200, per_instruction=1.0)),
         TILES.but("stores to tensor memory take 100", chip=SLOW_STORES),
         TILES.but("tensor memory takes 276 more each time", chip=SLOW),
+    ),
+    ANCHORED: (
+        ANCHORED.but("S and P in pieces of 32 columns", {"pieces": 4}),
+        ANCHORED.but("S and P in pieces of 8 columns", {"pieces": 16}),
+        ANCHORED.but("a mask in every block", scale={"anchored_role": 368 / 186}),  # compiled, as above
+        ANCHORED.but("loads without latency", chip=replace(B200, tma_latency=0.0, hbm_latency=0.0)),
+        ANCHORED.but("an instruction takes a cycle, not 1.5", chip=replace(B200, per_instruction=1.0)),
+        ANCHORED.but("stores to tensor memory take 100", chip=SLOW_STORES),
+        ANCHORED.but("tensor memory takes 276 more each time", chip=SLOW),
+        ANCHORED.but("the same, pieces of 32 columns", {"pieces": 4}, chip=SLOW),
     ),
     STAYS: (
         Kernel("dQ added to memory for each tile (a CTA, keys stay)", B200, blackwell_backward_of_all),
@@ -529,6 +545,7 @@ def instructions(costs: dict[str, Cost]) -> Table:
 SHOWN = {
     ("fwd", STREAMS): ("pma128-uniform", "pma128-lognormal", "pma128-tail"),
     ("fwd", TILES): ("pma256-uniform", "self-uniform", "self-lognormal", "dense-4k"),
+    ("fwd", ANCHORED): ("pma256-uniform", "self-uniform", "self-lognormal", "dense-4k"),
     ("bwd", STAYS): ("pma128-uniform", "pma128-lognormal", "pma128-tail"),
     ("bwd", GENERAL): ("self-uniform", "self-lognormal", "dense-4k"),
     ("pair", PAIR): ("self-uniform", "self-lognormal", "dense-4k"),

@@ -80,6 +80,8 @@ ANCHORED = {
     "causal": Case((300, 0, 420, 1), q_lengths=(300, 4, 150, 7), kind=J, right=0, group=2),
     "causal, more queries than keys": Case((100, 3, 0, 260), q_lengths=(400, 150, 3, 300), kind=J, right=0),
     "window, rows whose first block hides all": Case((700, 0, 1), q_lengths=(400, 0, 3), kind=J, left=100, right=30),
+    "causal, a row whose anchor is 0, and its scores far below": family.MUTATED[2][0],
+    "causal, rows with their first keys in the second block": family.MUTATED[3][0],
     "window, groups of three": Case((500, 1), q_lengths=(200, 2), kind=J, left=90, right=300, group=3, spread=3.0),
     "scores past 2 ** 27": Case((300, 3), q_lengths=(140, 1), kind=J, spread=1e4, key_spread=5e3),
 }

@@ -46,6 +46,7 @@ class Case:
     backwards: bool = False  # each CTA takes its shortest tiles first
     spread: float = 1.0  # of the query: how much peaks grow
     quantised: bool = False  # operands in e4m3, with scales of each head; results in `dtype`
+    negative: bool = False  # all scores are
     growth: float = 1.0  # of the keys of a sequence but its last 128, by which later peaks pass anchors
     quiet: tuple[int, int] = (0, 0)  # query rows begin..end-1 of each sequence are zeros, and have no peaks
     redone: int | None = None  # tiles that anchored rows are known to stray in
@@ -125,6 +126,8 @@ def run(case: Case, order: str, seed: int, reports: list[Any] | None = None, **c
     else:
         q = normal(case.q_len * (1 if case.kind is B else batch), heads, case.dim) * case.spread
         out_rows = batch * case.q_len
+    if case.negative:
+        q, k = q.abs(), -k.abs()
     if case.quiet[1]:
         for rows_of in q[: sum(case.q_lengths)].split(case.q_lengths):
             rows_of[slice(*case.quiet)] = 0
@@ -244,8 +247,14 @@ def run(case: Case, order: str, seed: int, reports: list[Any] | None = None, **c
     return report
 
 
+LONG: dict[str, Any] = dict(kind=J, dtype=torch.bfloat16, processors=1)
+RING = {"anchored": 1, "kv_stages": 3}
 # Small, for mutants: tiles of one block to five, on one CTA, which keeps or changes its query between them.
 MUTATED = (
+    (Case((260, 1, 140, 0), q_lengths=(140, 130, 257, 3), **LONG, quiet=(0, 128), growth=60.0), RING),
+    (Case((300, 3), q_lengths=(140, 3), kind=J, left=60, right=30, processors=1, backwards=True), {"anchored": 1}),
+    (Case((227, 3), q_lengths=(100, 130), **LONG, right=0, negative=True, spread=9.0, redone=1), {"anchored": 1}),
+    (Case((160, 3), q_lengths=(100, 130), **LONG, right=0, negative=True, spread=9.0, redone=0), {"anchored": 1}),
     (Case((300, 0, 129, 600, 1, 400), kv_heads=2, q_len=3, processors=1), {"kv_stages": 3}),
     (Case((500, 1, 140, 0, 3), kind=P, q_len=2, processors=1, spread=5.0, dtype=torch.bfloat16, backwards=True), {}),
     (Case((260, 1, 390, 0, 130), q_lengths=(5, 140, 130, 3, 257), kind=J, processors=1, spread=5.0), {"kv_stages": 3}),
@@ -262,6 +271,7 @@ EQUIVALENT = {
     f"correct_{name}_role: move up mbarrier.arrive(lanes[0].weighted, count=1)": EARLIER
     for name in ("streams", "tiles")
 } | {
+    "finish_anchored: move down mbarrier.wait(lane.summed, phase)": "behind another wait",
     "finish_wide: next staging.index(i % 2) in buffer = staging.index(i % 2)": "the buffers only change their turns",
 }
 
@@ -271,7 +281,7 @@ def run_all(order: str, seed: int) -> None:
         run(case, order, seed, **chosen)
 
 
-MODULES = ("walk", *(f"attention_fwd.{name}" for name in ("device", "lanes", "softmax", "correction")))
+MODULES = ("walk", *(f"attention_fwd.{name}" for name in ("device", "lanes", "softmax", "anchored", "correction")))
 FAMILY = Family(
     "blackwell forward",
     runner=run_all,
