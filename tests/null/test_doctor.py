@@ -1,6 +1,7 @@
 """The doctor tells kernels that hang, crash, lie or waver from good ones, and dispatch listens to it."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -170,3 +171,21 @@ def test_the_command_tells_and_fails_where_a_kernel_does(cache, capsys, monkeypa
     assert "portable FAILED" in told
     verdicts["portable"] = "right"
     assert doctor.main(["--device", "cpu"]) == 0
+
+
+def test_the_case_whose_peaks_grow_strays_from_its_anchors():
+    """By more than weights in fp16 hold, in the rows of some sequence, and another case does not."""
+    assert grows("as of much work, peaks that grow") > 15
+    assert grows("as of much work, jagged") < 15
+
+
+def grows(name):
+    """log2 of the largest row sum relative to the row's peak in the block of keys that a kernel begins with."""
+    query, keys, _ = doctor.CASES[name].inputs()
+    largest = 0.0
+    for q, k in zip(query.unbind(), keys.unbind(), strict=True):
+        if len(q) and len(k):
+            score = torch.einsum("ihd,jhd->hij", q.double(), k.double()).detach() * q.shape[-1] ** -0.5
+            first = score[:, :, (len(k) - 1) // 128 * 128 :].amax(2, keepdim=True)
+            largest = max(largest, float((score - first).logsumexp(2).max()) / math.log(2))
+    return largest
