@@ -100,6 +100,6 @@ def _prepare(args: AttentionArgs, config: Config) -> Call | None:
     blocks = ((*query, config.block_d), (*key, config.block_d), (*key, config.block_dv), (*query, config.block_dv))
     ends = (*log2_units(args.scale), problem.left, problem.right, config)
     merge = Variant(merge_kernel, {"num_warps": 4, "enable_fp_fusion": True})
-    first = Variant(forward_kernel, config.options)
+    variant = Variant(forward_kernel, config.options)
     redo = (Variant(forward_kernel, config.options), config.redo) if config.anchored else None
-    return Call(first, blocks, steps, ends, merge, config, redo)
+    return Call(variant, blocks, steps, ends, merge, config, redo)
