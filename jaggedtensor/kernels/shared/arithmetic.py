@@ -19,5 +19,5 @@ def at_most(x, most):
 def rounded(ds, dtype: gl.constexpr):
     """dS in the dtype of the operands. Of a key past the end it must not be inf in fp16, since inf * 0 is NaN."""
     if dtype == gl.float16:
-        ds = at_most(-at_most(-ds, LARGEST_HALF), LARGEST_HALF)
+        ds = at_most(gl.maximum(ds, -LARGEST_HALF, propagate_nan=KEEP_NAN), LARGEST_HALF)
     return ds.to(dtype)
