@@ -10,6 +10,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 if sys.platform != "linux":
     pytest.skip("Triton compiles on Linux", allow_module_level=True)
 
+from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.testing.compile_rules import serialised
@@ -41,15 +42,27 @@ def test_no_hot_loop_spills_and_no_product_is_serialised(name, compile_within_ru
     assert min(int(place[1] or "0", 16) for place in places) >= config.buffers
 
 
-@pytest.mark.parametrize("name", ["jagged 128", "jagged 128, causal, groups of 4"])
+@pytest.mark.parametrize(
+    "name", ["jagged 128", "jagged 64", "jagged 64, window, groups of 4", "jagged 128, causal, groups of 4"]
+)
 def test_the_general_kernel_spills_in_no_loop_without_a_mask(name, compile_within_rules):
     (kernel,) = compile_within_rules(name, "sm_90", "backward")
     (consume,) = (role for role in kernel.roles.values() if role.kind == "consume")
     assert len(consume.loops) == 2
     for loop in consume.loops:
-        assert loop.counts["HGMMA"] == 32
-        assert loop.counts["STL"] == 0 or kernel.config.right
+        assert loop.counts["HGMMA"] == (32 if kernel.config.block_d == 128 else 24)
+        assert loop.counts["STL"] == 0 or (kernel.config.block_d == 128 and kernel.config.right)
     assert serialised(kernel, "sm_90") == []
+
+
+def test_heads_of_few_dimensions_are_left_to_the_portable_kernels():
+    def lacks(*dims):
+        problem = AttentionProblem(QueryKind.JAGGED, None, 4, 2, *dims, torch.float16, GPUS[9, 0])
+        return general.lacks(problem)
+
+    assert not lacks(40, 128)
+    assert not lacks(128, 64)
+    assert lacks(32, 64) == ["takes head dimensions of 40 to 128 that are multiples of 8, not 32"]
 
 
 def test_a_problem_beyond_the_budgets_is_refused_by_name():

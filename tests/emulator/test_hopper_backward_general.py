@@ -34,6 +34,7 @@ class Case:
     kv_heads: int = 1
     group: int = 1
     dim: int = 128
+    value_dim: int = 128
     dtype: torch.dtype = torch.float16
     left: int = -1
     right: int = -1
@@ -83,7 +84,7 @@ def run(case: Case, order: str, seed: int):
         heads,
         case.kv_heads,
         case.dim,
-        case.dim,
+        case.value_dim,
         case.dtype,
         device,
         case.left,
@@ -95,8 +96,8 @@ def run(case: Case, order: str, seed: int):
     keys, queries = (JaggedLayout.from_lengths(torch.tensor(x)) for x in (case.k_lengths, case.q_lengths))
     q_tokens, k_tokens = sum(case.q_lengths), sum(case.k_lengths)
     q_rows, k_rows = q_tokens + case.slack * case.jagged, k_tokens + case.slack
-    q, grad_out = normal(q_rows, heads, case.dim), normal(q_rows, heads, case.dim)
-    k, v = normal(k_rows, case.kv_heads, case.dim), normal(k_rows, case.kv_heads, case.dim)
+    q, grad_out = normal(q_rows, heads, case.dim), normal(q_rows, heads, case.value_dim)
+    k, v = normal(k_rows, case.kv_heads, case.dim), normal(k_rows, case.kv_heads, case.value_dim)
     scale = 1 / math.sqrt(case.dim)
     lse, delta, dq, dk, dv = reference(
         case, q, k, v, grad_out, queries.offsets().tolist(), keys.offsets().tolist(), scale
@@ -118,7 +119,7 @@ def run(case: Case, order: str, seed: int):
         (grad_out, rows, group, config.block_dv),
         (got_dk, 64, 1, config.block_d),
         (got_dv, 64, 1, config.block_dv),
-        (total, rows, group, config.block_d // 2),
+        (total, rows, group, config.half),
     )
     batch_step, head_step, row_step = steps
     most_blocks = q_rows // rows + batch + 1
@@ -162,11 +163,14 @@ CASES = {
     "tiles of one block and of several": Case((150, 0, 64, 1, 300), (100, 3, 0, 65, 200)),
     "causal": Case((150, 20, 290), (150, 64, 200), right=0),
     "a window, two heads in groups of two": Case((300, 5), (290, 9), kv_heads=2, group=2, left=40, right=70),
-    "queries per sequence": Case((65, 130, 0), (70, 70, 70), jagged=False, dim=72, dtype=torch.bfloat16),
+    "queries per sequence": Case((65, 130, 0), (70,) * 3, jagged=False, dim=72, value_dim=104, dtype=torch.bfloat16),
+    "64 columns": Case((150, 0, 70), (100, 5, 130), dim=64, value_dim=64, right=0),
     "more CTAs than tiles": Case((70,), (5,), processors=4),
 }
 ONCE = {
     "three heads": Case((300, 0, 140, 20), (30, 9, 70, 64), kv_heads=3, processors=3),
+    "40 and 128 columns": Case((200, 5), (130, 9), kv_heads=2, group=2, dim=40, dtype=torch.bfloat16),
+    "128 and 64 columns": Case((140, 3), (70, 9), value_dim=64),
     "turns": Case((200, 5), (130, 9), kv_heads=2, group=2, right=70, deterministic=True, processors=1),
     "turns and a window": Case((300, 70), (190, 9), left=40, right=0, deterministic=True, processors=1),
 }

@@ -76,6 +76,12 @@ def test_queries_of_each_sequence(query, heads, window, deterministic):
     )
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (40, 40), (48, 104), (128, 64), (64, 128), (72, 104)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_queries_of_each_sequence_in_other_dimensions(dims, deterministic):
+    check(Call.random(LENGTHS, OTHERS, heads=(4, 2), dims=dims, causal=True, slack=5, deterministic=deterministic))
+
+
 def broadcast_calls():
     """CTAs in a chain for each 128 rows, which wait for each other in both directions."""
     return [Call.random(LENGTHS * 20, rows, heads=(4, 4), dims=(128, 128)) for rows in (128, 256, 512)]

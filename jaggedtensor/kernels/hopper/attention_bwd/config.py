@@ -28,6 +28,11 @@ class Config:
     block_dv: int = 128
 
     @property
+    def half(self) -> int:
+        """Columns of dQ of each of the two consumers."""
+        return self.block_d // 2
+
+    @property
     def options(self) -> dict[str, int | bool]:
         """Of a launch. 168 registers of 12 warps are shared out again by role: 240 for consumers, 24 for the others."""
         return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
@@ -47,7 +52,11 @@ def lacks(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.query is QueryKind.BROADCAST:
         reasons.append("takes queries of each sequence's own")
-    return reasons + operand_lacks(problem, rows=ROWS, least=72)
+    return reasons + operand_lacks(problem, rows=ROWS, least=40)
+
+
+def _block(dim: int) -> int:
+    return 64 if dim <= 64 else 128
 
 
 def select(problem: AttentionProblem) -> Config:
@@ -58,6 +67,8 @@ def select(problem: AttentionProblem) -> Config:
         problem.left != UNLIMITED,
         problem.right != UNLIMITED,
         problem.deterministic,
+        block_d=_block(problem.head_dim),
+        block_dv=_block(problem.value_dim),
     )
     assert config.shared_memory <= SHARED_MEMORY
     return config

@@ -6,8 +6,8 @@ A CTA walks tiles of 128 keys of one head, each with the blocks of 64 packed que
 with keys as rows, so that P^T and dS^T are left operands in registers, and dK and dV stay there for the tile's life.
 Roles, a warp each but for the consumers:
 
-    consumer 0   keys 0 .. 63, and columns 0 .. 63 of dQ       keys         K and V of each tile
-    consumer 1   keys 64 .. 127, and columns 64 .. 127         queries      Q and dO, a ring each
+    consumer 0   keys 0 .. 63, and half of dQ's columns        keys         K and V of each tile
+    consumer 1   keys 64 .. 127, and the other half            queries      Q and dO, a ring each
                                                                statistics   lse and delta of each block of rows
                                                                reducer      adds dQ to global memory, in fp32
 
@@ -39,7 +39,6 @@ from jaggedtensor.kernels.shared.walk import Schedule, my_range, read_span
 visible = gluon.jit(masks.visible.fn)
 
 ROWS: gl.constexpr = gl.constexpr(64)  # keys of a consumer, packed query rows of a block
-HALF: gl.constexpr = gl.constexpr(64)  # columns of dQ of a consumer
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
 
 
@@ -51,7 +50,7 @@ class Channels:
     grad_out: Channel  # [64, Dv]
     statistics: Channel  # 2 x [64] fp32: lse in log2 units and delta
     ds: Channel  # 2 x [64, 64]: dS^T of each consumer
-    dq: Channel  # 2 x [64, 64] fp32: columns of each consumer
+    dq: Channel  # 2 x [64, D / 2] fp32: columns of each consumer
     done: gl.shared_memory_descriptor  # both consumers have done with K
 
 
@@ -212,7 +211,7 @@ def reduce_role(schedule, dq_desc, turns, left, channels, C: gl.constexpr):
             row = block * (ROWS // C.group)
             for half in gl.static_range(2):
                 r0, r1, r2, head, _ = ragged_place(span.q_start, span.q_count, row, tile.head * C.group)
-                tma.async_atomic_add(dq_desc, [r0, r1, r2, head, half * HALF], channels.dq.slot(at, half).buffer)
+                tma.async_atomic_add(dq_desc, [r0, r1, r2, head, half * C.half], channels.dq.slot(at, half).buffer)
             tma.store_wait(0)
             slot.release()
             at = after
@@ -287,9 +286,10 @@ class Consumer:
         ds = self.channels.ds
         at = by_turn(ds, turn)
         ds.acquire_full(at)
-        k_columns = self.channels.k.buffers.index(opaque).slice(self.part * HALF, HALF, dim=1)
+        first: gl.constexpr = self.part * self.C.half
+        k_columns = self.channels.k.buffers.index(opaque).slice(first, self.C.half, dim=1)
         dq = product(ds.slot(at, 0).buffer.permute((1, 0)), k_columns)
-        k_columns = self.channels.k.buffers.index(opaque + 1).slice(self.part * HALF, HALF, dim=1)
+        k_columns = self.channels.k.buffers.index(opaque + 1).slice(first, self.C.half, dim=1)
         return warpgroup_mma(ds.slot(at, 1).buffer.permute((1, 0)), k_columns, dq, is_async=True)
 
     @gluon.jit
@@ -422,7 +422,7 @@ def backward_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_d], dtype)
     wide_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_dv], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
-    single: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], gl.float32)
+    single: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], gl.float32)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=2)
@@ -433,7 +433,7 @@ def backward_kernel(
         make_channel(dtype, [ROWS, C.block_dv], wide_v, C.q_stages, 2),
         make_channel(gl.float32, [ROWS], line, C.q_stages, 2, 1, 2),
         make_channel(dtype, [ROWS, ROWS], square, C.ds_stages, 2, 1, 2),
-        make_channel(gl.float32, [ROWS, HALF], single, 1, 1, 1, 2),
+        make_channel(gl.float32, [ROWS, C.half], single, 1, 1, 1, 2),
         done,
     )
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None)

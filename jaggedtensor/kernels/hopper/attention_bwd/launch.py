@@ -48,7 +48,7 @@ def backward(
                     ragged(flat(grad_out), rows, heads, config.block_dv),
                     ragged(dk, KEYS // 2, 1, config.block_d),
                     ragged(dv, KEYS // 2, 1, config.block_dv),
-                    ragged(flat(total), rows, heads, config.block_d // 2),
+                    ragged(flat(total), rows, heads, config.half),
                 ),
                 (
                     lse,
