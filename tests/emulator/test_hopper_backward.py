@@ -14,8 +14,9 @@ pytest.importorskip("greenlet")
 from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as configuration
-from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel
+from jaggedtensor.kernels.hopper.attention_bwd_broadcast.device import broadcast_kernel, held_back
 from jaggedtensor.kernels.hopper.plan import plan_broadcast_backward
+from jaggedtensor.kernels.shared.dsl import gl, gluon
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.testing.families import Family
@@ -167,6 +168,30 @@ def test_parts_of_a_long_query_add_up_in_their_order():
 def test_a_part_does_not_wait_forever_for_the_next_one():
     """Which comes only when the first has left, here: each part loses its patience once."""
     run(LONG, "round_robin", 0, lead=1, patience=3)
+
+
+@gluon.jit
+def hold_back_kernel(progress, seen, turn, patience, C: gl.constexpr):
+    known, left = held_back(progress, turn, 0, patience, C)
+    gl.store(seen, known)
+    gl.store(seen + 1, left)
+
+
+@pytest.mark.parametrize(
+    ("turn", "patience", "known", "left"),
+    [
+        (7, 3, 0, 3),  # the lead may be one tile more: nothing is asked
+        (8, 3, 5, 3),  # asked once, and three ahead
+        (12, 3, 5, 3),
+        (13, 3, 5, 0),  # too far ahead of one that does nothing
+        (13, 0, 0, 0),  # as before: nothing is asked any more
+    ],
+)
+def test_a_part_is_held_back_by_its_lead(turn, patience, known, left):
+    config = replace(configuration.select(LONG.problem), lead=8, patience=3)
+    progress, seen = torch.tensor([5], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    emulate(hold_back_kernel, (1,), progress, seen, turn, patience, config, num_warps=1).raise_if_bad()
+    assert seen.tolist() == [known, left]
 
 
 def test_rings_of_any_depth():
