@@ -168,8 +168,8 @@ def of_one_warp(report: str) -> bool:
     """Whether what is written is written by a role of one warp, and read by another role.
 
     The warp's `bar.warp.sync` orders the stores of all lanes before lane 0 arrives at the mbarrier. The assembler
-    leaves it out where the lanes are together anyway; without it racecheck takes lane 0's stores alone as published.
-    The control "narrow" is reported for the same reason, and "channel", of four warps, is not. ConSan sees both.
+    leaves it out where the lanes are together anyway, so that racecheck sees no order. A right channel of this kind,
+    the control "narrow", has been reported, too. ConSan sees such channels, and reports none.
     """
     roles = {kind: set() for kind in ("Write", "Read")}
     for kind, _, *place in PLACE.findall(report):
