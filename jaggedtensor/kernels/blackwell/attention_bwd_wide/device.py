@@ -292,7 +292,7 @@ def mma_role(schedule, channels, scores, total, C: gl.constexpr):
             summed = 0
         walk = walk.next(t)
     if C.shares:
-        tcgen05_commit(total.complete)
+        tcgen05_commit(total.complete, pred=summed > 0)
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def store_share(out, total, some, scale, C: gl.constexpr):
     row = gl.program_id(0) * ANCHORED + gl.arange(0, ANCHORED, gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     place = out + row.to(gl.int64)[:, None] * C.columns + column[None, :]
-    mbarrier.wait(total.complete, 0)
+    mbarrier.wait(total.complete, 0, pred=some)
     for i in gl.static_range(COUNT):
         share = gl.zeros([ANCHORED, WIDTH], gl.float32, layout)
         if some:
