@@ -67,11 +67,12 @@ def test_forward_compiles_within_its_budgets(arch, name, compile_within_rules):
 
 
 def test_rows_are_anchored_where_there_is_work_enough():
-    """Two tiles of 16 bits without a block mask, 16 blocks of keys for each multiprocessor."""
+    """Two tiles in 16 bits without a block mask; 16 blocks of keys for each multiprocessor, less two for each tile."""
     problem = AttentionProblem(QueryKind.JAGGED, None, 16, 16, 128, 128, torch.bfloat16, B200)
     assert anchors_pay(problem, 8 * 4096, 8 * 4096, 8)
     assert not anchors_pay(problem, 8 * 256, 8 * 256, 8)
     assert not anchors_pay(problem, 0, 0, 0)
+    assert not anchors_pay(problem, 4096 * 250, 4096 * 250, 4096)  # tiles of two blocks
     for other in (
         replace(problem, dtype=torch.float8_e4m3fn),
         replace(problem, head_dim=256),

@@ -18,7 +18,7 @@ TENSOR_COLUMNS = 512  # of tensor memory
 ROLES_STATE = 512  # bytes that the compiler adds for roles, at most
 REGISTERS = {6: 480, 4: 512, 3: 504}  # of a thread of each group of four warps, in all, by their number
 MAX_HEAD_DIM = 256
-ENOUGH = 16  # blocks of keys for each multiprocessor; a second launch is worth two or three
+ENOUGH = 16  # blocks of keys for each multiprocessor that make up for a second launch, two for each tile left out
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ def may_anchor(problem: AttentionProblem) -> bool:
 
 def anchors_pay(problem: AttentionProblem, queries: int, keys: int, batch: int) -> bool:
     """Whether a kernel that keeps the peaks of first blocks takes less time, with the launch that does again what needs
-    it: there is enough work, if sequences are of a length. Of all sequences: queries of a head, and keys."""
-    blocks = problem.q_heads * queries * keys // (batch * 2 * ROWS * 128) if batch else 0
-    return may_anchor(problem) and blocks >= ENOUGH * problem.device.processors
+    it, if sequences are as long as each other. Of all sequences: queries of a head, and keys."""
+    tiles = problem.q_heads * queries / (2 * ROWS)
+    blocks = tiles * keys / (128 * max(1, batch))
+    return may_anchor(problem) and blocks - 2 * tiles >= ENOUGH * problem.device.processors
 
 
 @functools.lru_cache(maxsize=512)
