@@ -11,7 +11,7 @@ ROWS = 128  # packed query rows of a CTA, of which each of the two consumers has
 MOST_PARTS = 4  # CTAs that share the rows of a query
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 _TURNS = 2  # buffers of P, and of dS
-_ARGUMENTS = 512  # bytes, at most, through which roles are given their arguments
+_ARGUMENTS = 640  # bytes, at most, through which roles are given their arguments
 
 
 @dataclass(frozen=True)
