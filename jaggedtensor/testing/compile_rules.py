@@ -97,9 +97,9 @@ REASONS: dict[tuple[str, ...], Reason] = {
         f"dV leaves within the loop, in a branch that a tile takes once; turns are waited for; {_CONSTANTS}", 2.8, 9
     ),
     (_GENERAL, "compute_role"): Reason(f"{_CONSTANTS}; in fp16, dS is clamped", 1.25, 2),
-    (_GENERAL, "compute_role", "window"): Reason("masks, in a branch that only blocks take which they cut", 1.45, 8),
+    (_GENERAL, "compute_role", "window"): Reason("masks, in a branch that only blocks take which they cut", 1.55, 8),
     (_GENERAL, "mma_role"): Reason(
-        f"waits and commits of a tile's first and last block; 4000 cycles to issue in; {_CONSTANTS}", 1.5, 8
+        f"waits and commits of a tile's first and last block; 4000 cycles to issue in; {_CONSTANTS}", 1.6, 8
     ),
     (_GENERAL, "statistics_role"): Reason(_CONSTANTS, loads=2),
     (_WIDE, "drain_role"): Reason(f"a trip is a tile, whose whole gradient leaves in it; {_CONSTANTS}", 1.8, 1),

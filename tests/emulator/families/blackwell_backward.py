@@ -164,7 +164,7 @@ FAMILY = Family(
     runner=run_all,
     modules=(
         "jaggedtensor.kernels.blackwell.attention_bwd_broadcast.device",
-        "jaggedtensor.kernels.blackwell.backward",
+        "jaggedtensor.kernels.blackwell.attention_bwd_broadcast.scores",
     ),
     equivalent=EQUIVALENT,
 )

@@ -231,7 +231,6 @@ MUTATED = (
     Case((150, 20), (260, 5), dim=128, value_dim=128, left=200, right=0, processors=1),
 )
 PAST = "the phase that it waits for has passed already"
-NAMES = "the next line only says where something is"
 SAME_BITS = (
     Case((500,), (140,), deterministic=True, processors=4),
     Case((500,), q_len=20, query=B, left=490, dim=128, value_dim=64, processors=1),
@@ -243,8 +242,7 @@ EQUIVALENT = {
     "issue_late: move down mbarrier.wait(scores.differed, step.turn & 1)": "two waits change places",
     "issue_late: always mbarrier.wait(sums.dk.empty.index(0), (step.tile & 1) ^ 1, pred=step.n == 0)": PAST,
     "mma_role: always mbarrier.wait(sums.dv.empty.index(0), (number & 1) ^ 1, pred=n == 0)": PAST,
-    "mma_role: move down mbarrier.wait(scores.weighted, turn & 1)": NAMES,
-    "compute_role: move down mbarrier.wait(scores.graded, turn & 1)": NAMES,
+    "issue_late: move up tcgen05_commit(channels.grad_out.slot(step.grad_at).empty)": "dV has read dO before",
 }
 
 

@@ -13,7 +13,7 @@ HALF = 64  # columns of dV or dK that leave at a time, in as many bytes
 MOST_ROWS = 1024  # packed rows of a broadcast query, of whose gradient every CTA has a share in fp32
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 TENSOR_COLUMNS = 512  # of tensor memory
-ROLES_STATE = 512  # bytes that the compiler adds for roles, at most
+ROLES_STATE = 528  # bytes that the compiler adds for roles, at most
 REGISTERS = 512  # of a thread of each of four groups of four warps, in all
 
 
@@ -68,7 +68,7 @@ class Config:
         keys = self.block_n * (self.k_stages * self.block_d + self.v_stages * self.block_dv)
         singles = 2 * ROWS * SLICE + 2 * ROWS * self.statistics_stages
         rings = self.q_stages + self.grad_stages + self.k_stages + self.v_stages + self.statistics_stages
-        barriers = 2 * rings + 4 + 2 * (max(1, self.dq_stages) + 2)
+        barriers = 2 * rings + 6 + 2 * (max(1, self.dq_stages) + 2)
         return 2 * (rows + keys + self.block_n * ROWS) + 4 * singles + 16 * barriers + ROLES_STATE
 
     @property

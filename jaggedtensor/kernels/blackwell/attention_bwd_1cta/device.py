@@ -14,21 +14,27 @@ block n of a tile:
     drain                          dQ(n)                               four warps: slices of 32 columns, added by TMA
                                                      dV   ...   dK     at the end of a tile: halves of 64, by TMA
 
-Tensor memory, 512 columns of 128 lanes for D = Dv = 128. Each compute role has half of S, and puts its half of P, in
-low precision, over the left of it, where only it reads. dQ takes the place of dP unless there is room for it (D = 64):
+Tensor memory, 512 columns of 128 lanes for D = Dv = 128. A compute role has two pieces of 32 query rows, role 0 rows 0
+and 64 onwards, role 1 rows 32 and 96: 32 columns of each half of S. It puts P, in low precision, over those in the left
+half and dS over those in the right half, where only it reads. dS(n) has to wait in registers until S(n+1) is in
+registers too. dQ takes the place of dP unless there is room for it (D = 64):
 
-    |  P S, 64  |  P S, 64  |  dQ dP, 128  |  dV, Dv  |  dK, D  |  [dQ, D]  |  [dQ, D]  |
+    |  P S, 64  |  dS S, 64  |  dQ dP, 128  |  dV, Dv  |  dK, D  |  [dQ, D]  |  [dQ, D]  |
 
 The barriers, and what orders the use of memory. Products of the one role that issues them run in order, and a commit
 tells of all before it:
 
-    scored      S(n) is complete; so is dV(n-1), which has read P(n-1)
-    weighted    both roles have read S(n) and written P(n)
-    graded      dP(n) is complete; so are dQ(n-1) and dK(n-1), which have read dS(n-1)
+    scored      S(n) is complete; so is dV(n-1), which has read P(n-1), and dK(n-2), which has read dS(n-2)
+    kept        both roles have read S(n+1), or it is not under way, and have written dS(n) over it
+    weighted    both roles have read S(n) and written P(n), a barrier for each piece
+    graded      dP(n) is complete; so is dQ(n-1), which has read dS(n-1) in shared memory
     differed    both roles have read dP(n) and written dS(n) to shared memory
     dq          full when dQ(n) is complete; empty when drain has half of it staged and half in registers. With D = 128
                 dP(n+1) waits for that, so dQ(n) comes first, dK(n) runs meanwhile, and drain adds nothing before
     dv, dk      full after the last block of a tile, empty when drain has read them: the next tile's dV or dK waits
+
+dO of a block is done with after dV, but released after the dQ that follows: so the next one is written to shared memory
+while dK takes its left operand from tensor memory, and not during S.
 
 With one slot for K (D = 128) the last dQ of a tile comes before the first S of the next; with two, the scores of the
 next tile are under way before. TMA reads zeros past the end of a sequence and stores nothing there, so that no score
@@ -41,25 +47,27 @@ If turns are taken, a tile adds to a block of dQ when all tiles of later keys ha
 from jaggedtensor.kernels.blackwell.arithmetic import halves as halves_of
 from jaggedtensor.kernels.blackwell.backward import (
     HALF,
+    PIECE,
     PLAIN,
     ROWS,
     Statistics,
     limits_of,
-    make_scores,
     start_key_walk,
     statistics_role,
-    write_differences,
-    write_weights,
 )
+from jaggedtensor.kernels.shared.arithmetic import at_most, rounded
 from jaggedtensor.kernels.shared.dsl import (
     TensorMemoryLayout,
     aggregate,
     allocate_tensor_memory,
     fence_async_shared,
+    fma2,
     gl,
     gluon,
     mbarrier,
+    mul2,
     reinterpret,
+    sub2,
     tcgen05_commit,
     tcgen05_mma,
     tensor_memory_descriptor,
@@ -69,7 +77,30 @@ from jaggedtensor.kernels.shared.pipeline import Channel, Counter, make_channel,
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule
 
+WEIGHTS: gl.constexpr = gl.constexpr(0)  # where P is over S, in columns of low precision
+DIFFERENCES: gl.constexpr = gl.constexpr(128)  # where dS of the block before is
 SLICE: gl.constexpr = gl.constexpr(32)  # columns of dQ that are staged at a time
+
+
+@aggregate
+class Scores:
+    """S and dP of a block, transposed: [N, 128] fp32 each."""
+
+    s: tensor_memory_descriptor
+    dp: tensor_memory_descriptor
+    ds: gl.shared_memory_descriptor  # [N, 128]
+    scored: gl.shared_memory_descriptor
+    weighted: gl.tuple  # for each piece
+    graded: gl.shared_memory_descriptor
+    differed: gl.shared_memory_descriptor
+    kept: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def low(self, at: gl.constexpr, part: gl.constexpr, piece: gl.constexpr):
+        """[N, 32] in low precision over S: a piece of P, at WEIGHTS, or of dS, at DIFFERENCES."""
+        N: gl.constexpr = self.s.shape[0]
+        whole = reinterpret(self.s, self.ds.dtype, [N, 2 * ROWS], TensorMemoryLayout([N, 2 * ROWS], col_stride=1))
+        return whole.slice(at + part * HALF + piece * PIECE, PIECE)
 
 
 @aggregate
@@ -222,9 +253,18 @@ class Step:
 
     k_at: Counter
     q_at: Counter
+    grad_at: Counter
     turn: gl.tensor  # blocks before it
     tile: gl.tensor  # blocks of keys before its own
     n: gl.tensor  # blocks of its tile before it
+
+
+@gluon.jit
+def multiply_piece(scores, at: gl.constexpr, piece: gl.constexpr, rows, acc, use_acc):
+    """What a piece of each compute role, in low precision, adds to dV or dK."""
+    first, second = rows.slice(piece * HALF, PIECE), rows.slice(piece * HALF + PIECE, PIECE)
+    tcgen05_mma(scores.low(at, 0, piece), first, acc, use_acc=use_acc)
+    tcgen05_mma(scores.low(at, 1, piece), second, acc)
 
 
 @gluon.jit
@@ -242,9 +282,13 @@ def issue_late(step, last, channels, scores, sums, dq_at):
         use_acc=False,
         mbarriers=[sums.dq.full.index(dq_at.index)],
     )
+    tcgen05_commit(channels.grad_out.slot(step.grad_at).empty)
     tcgen05_commit(k_slot.empty, pred=last)
     mbarrier.wait(sums.dk.empty.index(0), (step.tile & 1) ^ 1, pred=step.n == 0)
-    tcgen05_mma(scores.ds, q_slot.buffer, sums.dk.buffers, use_acc=step.n > 0, mbarriers=[q_slot.empty])
+    mbarrier.wait(scores.kept, step.turn & 1)
+    multiply_piece(scores, DIFFERENCES, 0, q_slot.buffer, sums.dk.buffers, step.n > 0)
+    multiply_piece(scores, DIFFERENCES, 1, q_slot.buffer, sums.dk.buffers, True)
+    tcgen05_commit(q_slot.empty)
     tcgen05_commit(sums.dk.full.index(0), pred=last)
     return dq_at.next()
 
@@ -255,7 +299,7 @@ def mma_role(schedule, channels, scores, sums, C: gl.constexpr):
     k_at, v_at, q_at, grad_at = channels.k.start(), channels.v.start(), channels.q.start(), channels.grad_out.start()
     dq_at = sums.dq.start()
     turn, number = gl.to_tensor(0), gl.to_tensor(0)  # blocks, and blocks of keys, so far
-    step = Step(k_at, q_at, turn, number, turn)
+    step = Step(k_at, q_at, grad_at, turn, number, turn)
     for t in range(begin, end):
         tile = walk.tile
         count = tile.q_end - tile.q_begin
@@ -270,7 +314,7 @@ def mma_role(schedule, channels, scores, sums, C: gl.constexpr):
                 late = turn > 0 if C.overlapped else n > 0
                 if late:
                     dq_at = issue_late(step, n == 0, channels, scores, sums, dq_at)
-                step = Step(k_at, q_at, turn, number, n)
+                step = Step(k_at, q_at, grad_at, turn, number, n)
                 q_at = q_after
                 if n == 0:
                     v_slot, v_at = channels.v.acquire_full(v_at)
@@ -286,10 +330,10 @@ def mma_role(schedule, channels, scores, sums, C: gl.constexpr):
                 )
                 tcgen05_commit(v_slot.empty, pred=n + 1 == count)
                 mbarrier.wait(sums.dv.empty.index(0), (number & 1) ^ 1, pred=n == 0)
-                mbarrier.wait(scores.weighted, turn & 1)
-                low0, low1 = scores.low(scores.s, 0), scores.low(scores.s, 1)
-                tcgen05_mma(low0, grad_slot.buffer.slice(0, HALF), sums.dv.buffers, use_acc=n > 0, mbarriers=[])
-                tcgen05_mma(low1, grad_slot.buffer.slice(HALF, HALF), sums.dv.buffers, mbarriers=[grad_slot.empty])
+                mbarrier.wait(scores.weighted[0], turn & 1)
+                multiply_piece(scores, WEIGHTS, 0, grad_slot.buffer, sums.dv.buffers, n > 0)
+                mbarrier.wait(scores.weighted[1], turn & 1)
+                multiply_piece(scores, WEIGHTS, 1, grad_slot.buffer, sums.dv.buffers, True)
                 tcgen05_commit(sums.dv.full.index(0), pred=n + 1 == count)
                 turn += 1
             if not C.overlapped:
@@ -305,11 +349,54 @@ def mma_role(schedule, channels, scores, sums, C: gl.constexpr):
 
 
 @gluon.jit
+def weigh(s, part: gl.constexpr, piece: gl.constexpr, scores, shifts, scale_log2, limits, row):
+    """P of a piece of S, published: fp32 [N, 32]. `limits`: which rows see which keys, None if all do."""
+    at: gl.constexpr = piece * HALF + part * PIECE
+    if limits is not None:
+        s = limits.applied(s, row + at)
+    shift = shifts.slice(at, PIECE).load(gl.SliceLayout(0, s.type.layout))
+    p = gl.exp2(at_most(fma2(s, scale_log2, gl.expand_dims(shift, 0)), 0.0))
+    target = scores.low(WEIGHTS, part, piece)
+    target.store(gl.convert_layout(p.to(target.dtype), target.get_reg_layout(), assert_trivial=True))
+    mbarrier.arrive(scores.weighted[piece], count=1)
+    return p
+
+
+@gluon.jit
+def differ(p, dp, part: gl.constexpr, piece: gl.constexpr, scores, deltas):
+    """dS of a piece of P and dP, to shared memory: the bits of [N, 32]."""
+    at: gl.constexpr = piece * HALF + part * PIECE
+    delta = deltas.slice(at, PIECE).load(gl.SliceLayout(0, dp.type.layout))
+    ds = rounded(mul2(p, sub2(dp, gl.expand_dims(delta, 0))), scores.ds.dtype)
+    scores.ds.slice(at, PIECE, dim=1).store(ds)
+    return ds.to(gl.int16, bitcast=True)  # or the compiler takes pairs of fp16 apart to carry them along
+
+
+@gluon.jit
+def keep(held, part: gl.constexpr, scores):
+    """dS of a block to tensor memory, over what its role has read of the right half of S."""
+    for piece in gl.static_range(2):
+        target = scores.low(DIFFERENCES, part, piece)
+        ds = held[piece].to(scores.ds.dtype, bitcast=True)
+        target.store(gl.convert_layout(ds, target.get_reg_layout(), assert_trivial=True))
+    mbarrier.arrive(scores.kept, count=1)
+
+
+@gluon.jit
+def pieces_of(wide, part: gl.constexpr):
+    """A compute role's query rows of S or dP, in two pieces [N, 32]."""
+    return wide.slice(part * PIECE, PIECE).load(), wide.slice(HALF + part * PIECE, PIECE).load()
+
+
+@gluon.jit
 def compute_role(part: gl.constexpr, schedule, channel, scores, numbers, C: gl.constexpr):
-    LANES: gl.constexpr = gl.SliceLayout(1, scores.s.slice(0, HALF).get_reg_layout())
+    LAYOUT: gl.constexpr = scores.s.slice(0, PIECE).get_reg_layout()
+    LANES: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     scale_log2, window = numbers
     walk, begin, end = start_key_walk(schedule, C)
     at = channel.start()
+    nothing = gl.full([C.block_n, PIECE], 0, gl.int16, LAYOUT)
+    held = nothing, nothing  # dS of the block before
     turn = 0
     for t in range(begin, end):
         tile = walk.tile
@@ -321,15 +408,30 @@ def compute_role(part: gl.constexpr, schedule, channel, scores, numbers, C: gl.c
             for n in range(tile.q_end - tile.q_begin):
                 row = walk.rows(n, C) * ROWS
                 slot, after = channel.acquire_full(at)
+                deltas = channel.slot(at, 1).buffer
                 mbarrier.wait(scores.scored, turn & 1)
-                weights = write_weights(part, scores, slot.buffer.slice(part * HALF, HALF), scale_log2, limits, row)
+                left, right = pieces_of(scores.s, part)
+                late = turn > 0 if C.overlapped else n > 0
+                if late:
+                    keep(held, part, scores)
+                left = weigh(left, part, 0, scores, slot.buffer, scale_log2, limits, row)
+                right = weigh(right, part, 1, scores, slot.buffer, scale_log2, limits, row)
                 mbarrier.wait(scores.graded, turn & 1)
-                deltas = channel.slot(at, 1).buffer.slice(part * HALF, HALF)
-                write_differences(part, scores, weights, deltas, False)
+                dp_left, dp_right = pieces_of(scores.dp, part)
+                held = (
+                    differ(left, dp_left, part, 0, scores, deltas),
+                    differ(right, dp_right, part, 1, scores, deltas),
+                )
+                fence_async_shared()
+                mbarrier.arrive(scores.differed, count=1)
                 slot.release()
                 at = after
                 turn += 1
+            if not C.overlapped:
+                keep(held, part, scores)
         walk = walk.next(t)
+    if C.overlapped and begin < end:
+        keep(held, part, scores)
 
 
 # -- draining ----------------------------------------------------------------------------------------------------------
@@ -450,6 +552,22 @@ def make_sum(rows: gl.constexpr, columns: gl.constexpr):
     layout: gl.constexpr = TensorMemoryLayout([rows, columns], col_stride=1)
     buffers = allocate_tensor_memory(gl.float32, [rows, columns], layout)
     return Sum(buffers, new_barriers(1, 1), new_barriers(1, 1), 1, True)
+
+
+@gluon.jit
+def make_scores(dtype: gl.constexpr, C: gl.constexpr):
+    layout: gl.constexpr = TensorMemoryLayout([C.block_n, ROWS], col_stride=1)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.block_n, ROWS], dtype)
+    return Scores(
+        allocate_tensor_memory(gl.float32, [C.block_n, ROWS], layout),
+        allocate_tensor_memory(gl.float32, [C.block_n, ROWS], layout),
+        gl.allocate_shared_memory(dtype, [C.block_n, ROWS], ds_layout),
+        new_barriers(1, 1).index(0),
+        (new_barriers(1, 2).index(0), new_barriers(1, 2).index(0)),
+        new_barriers(1, 1).index(0),
+        new_barriers(1, 2).index(0),
+        new_barriers(1, 2).index(0),
+    )
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ twice as many keys, and so half of what it would send alone. For block n of 128 
     reduce                                  dQ(n) out                     four warps; dV, dK at the end of a tile
 
 A compute role has query rows in two pieces of 32, one for each half of a block, and so for each CTA that takes dS:
-role 0 rows 0.. and 64.., role 1 rows 32.. and 96... The two take turns at arithmetic and tensor memory. Each puts its P
+role 0 rows 0 and 64 onwards, role 1 rows 32 and 96. The two take turns at arithmetic and tensor memory. Each puts its P
 in low precision over that part of S that it alone has read, the left 32 columns of its own, and dS over dP so.
 
 Tensor memory of each CTA, 512 columns of 128 lanes. dQ of the block before, whose 64 rows take 64 columns of all lanes,

@@ -32,14 +32,12 @@ reads zeros past the end of a sequence and stores nothing there, so that no scor
 and a finite dS, which meets K = 0 in dQ. A query row that is not there has an lse of +inf, and so P = 0.
 """
 
-from jaggedtensor.kernels.blackwell.backward import (
-    HALF,
-    PLAIN,
-    ROWS,
+from jaggedtensor.kernels.blackwell.attention_bwd_broadcast.scores import (
     make_scores,
     write_differences,
     write_weights,
 )
+from jaggedtensor.kernels.blackwell.backward import HALF, PLAIN, ROWS
 from jaggedtensor.kernels.shared.arithmetic import LOG2_E
 from jaggedtensor.kernels.shared.dsl import (
     TensorMemoryLayout,
