@@ -60,7 +60,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_FORWARD, "correct_tiles_role", "redoes"): replace(_RESCALE, most=1.4, loads=5),
     (_FORWARD, "finish_tiles_role"): Reason(
         "a trip is a tile, of the counterpart a block of keys; spilled numbers are read once for 128 columns of O",
-        4.0,
+        5.0,
         15,
         3,
     ),
