@@ -12,10 +12,10 @@ def self_attention(keys):
     return attend(keys, keys, causal=True).values()
 
 
-@pytest.mark.parametrize(("arch", "name"), [((8, 0), "portable"), ((9, 0), "hopper")], ids=str)
+@pytest.mark.parametrize(("arch", "name"), [((8, 0), "portable"), ((9, 0), "hopper"), ((10, 0), "blackwell")], ids=str)
 @pytest.mark.parametrize("train", [False, True])
 def test_planning_for_a_gpu_is_traced(monkeypatch, arch, name, train):
-    if name == "hopper" and dispatch.triton_version() < dispatch.GLUON_NEEDS:
+    if name != "portable" and dispatch.triton_version() < dispatch.GLUON_NEEDS:
         pytest.skip("needs Gluon")
     if not dispatch.HAS_TRITON:
         pytest.skip("needs Triton")
@@ -23,8 +23,9 @@ def test_planning_for_a_gpu_is_traced(monkeypatch, arch, name, train):
     for method in ("of", "_look_up"):
         monkeypatch.setattr(Device, method, classmethod(lambda cls, _: device))
     monkeypatch.setattr("jaggedtensor.problem._PROBLEMS", {})
-    for family in ("hopper", "portable"):  # what runs in the end
+    for family in ("hopper", "blackwell", "portable"):  # what runs in the end
         monkeypatch.setitem(dispatch._LAUNCHERS, family, cpu)
+    monkeypatch.setattr(dispatch, "_has_passed", lambda name, arch: True)
     torch._dynamo.reset()
     keys = JaggedTensor.from_lengths(torch.randn(105, 2, 64).bfloat16(), torch.tensor([30, 0, 70, 5]))
     query = torch.randn(40, 2, 64).bfloat16().requires_grad_(train)

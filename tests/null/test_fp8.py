@@ -257,7 +257,6 @@ def on_b200(monkeypatch):
     return calls
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_a_kernel_of_8_bits_is_an_operator_of_the_graph(on_b200):
     batches = ((5, 0, 130, 1), (3, 9), (0, 2, 2, 4), (1, 1))
     counter = compiled_and_eager(Twice("blackwell"), batches, fullgraph=True)

@@ -3,13 +3,13 @@ docs/kernels/blackwell-forward.md."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from jaggedtensor.block_masks import MASK_BLOCK
+from jaggedtensor.kernels.shared.remember import remembered
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
 ROWS = 128  # packed query rows of a lane: what one tcgen05.mma takes
@@ -110,7 +110,7 @@ def anchors_pay(problem: AttentionProblem, queries: int, keys: int, batch: int) 
     return may_anchor(problem) and blocks - 2 * tiles >= ENOUGH * problem.device.processors
 
 
-@functools.lru_cache(maxsize=512)
+@remembered
 def select(problem: AttentionProblem, **chosen: int) -> Config:
     """A pure function of the problem. `chosen` fields are taken as they are, for comparisons."""
     block_d = max(64, 1 << (max(problem.head_dim, problem.value_dim) - 1).bit_length())
