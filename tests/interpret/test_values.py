@@ -181,6 +181,18 @@ def test_a_long_broadcast_query_in_parts(options, dtype, gpu):
     assert len({args[8][0].data_ptr() for args in parts}) == 1  # tiles of one schedule
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("options", [{}, {"q_length": 130, "scale": -0.2}, {"window": (30, 40)}], ids=str)
+def test_keys_whose_gradient_waits_for_the_next_block(options, dtype, gpu):
+    """dK of a program's last block, and of blocks before an empty sequence, before another one, and cut by a worker."""
+    settings = dict(q_length=100, heads=2, kv_heads=2, dim=72, value_dim=96, k_slack=3, dtype=dtype)
+    case = AttentionCase((70, 0, 1, 200, 64, 0), **settings | options)
+    for processors in (2, 50):
+        with gpu(processors), recorded_launches() as launches, guarded_allocations():
+            check(case)
+        assert launches[-1].tiling.late
+
+
 def test_a_query_of_too_many_rows_for_parts():
     """It comes to the kernels of other queries, dQ in shares."""
     with recorded_launches() as launches:

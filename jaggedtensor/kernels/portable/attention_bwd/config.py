@@ -69,7 +69,8 @@ def select(problem: AttentionProblem) -> Config:
         if tiling.block_m == m:
             workers = _workers(problem, problem.kv_heads, residents)
             reduces = problem.device.arch[0] >= 9 and not tiling.widen  # the interpreter cannot add bf16
-            return Config(broadcast=replace(tiling, q_blocks=parts, workers=workers, reduces=reduces))
+            late = hopper and m == 128 and tiling.block_n == 64 and not single  # where it was measured
+            return Config(broadcast=replace(tiling, q_blocks=parts, workers=workers, reduces=reduces, late=late))
 
     if single:
         blocks = Tiling(block_of(rows, side), side, num_warps=8 if wide > 32 else 4, num_stages=1)

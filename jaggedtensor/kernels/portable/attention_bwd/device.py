@@ -310,6 +310,11 @@ def broadcast_kernel(
         query_places(q, Sequence(worker * 0, 0, q_len), rows, C.aligned), rows.inside, C.head_dim, C.block_d, True
     )
     dq_tile = tl.zeros([M, D], tl.float32)
+    # If late, dK waits for the next block's scores, so that nobody waits for its product. It goes on from sequence to
+    # sequence: if each began with zeros, ptxas would move registers of a product at work, and serialise all products.
+    LATE: tl.constexpr = C.late and not ADD
+    last = Sequence(worker * 0, (worker * 0).to(tl.int64), worker * 0)
+    dk_tile = tl.zeros([N, D], tl.float32)
     for t in range(tl.load(schedule[1] + worker), tl.load(schedule[1] + worker + 1)):
         tile = load_tile(schedule[0], t)
         queries = sequence_at(None, tile.sequence, q_len)
@@ -324,46 +329,63 @@ def broadcast_kernel(
             k_tile = load_rows(key_places(k, keys, head, j, C.aligned), here, C.head_dim, C.block_d, True)  # [N, D]
             v_tile = load_rows(key_places(v, keys, head, j, C.aligned), here, C.value_dim, C.block_dv, True)  # [N, Dv]
             score = product(q_tile, k_tile.T, tl.zeros([M, N], tl.float32), C)
+            if LATE:
+                put_sums(dk, last, 0, head, dk_tile * scales[1], C.head_dim, C.block_d, C, ADD)
             p = probabilities(score, lse[:, None], scales[0], C)  # [M, N]: statistics of rows take few registers
             if C.left or C.right:
                 p = tl.where(visible(rows.i[:, None], j[None, :], keys.count - q_len, window, C), p, 0.0)
             if q_tile.dtype == tl.float16:  # else -delta of a key past the end may overflow, and inf * 0 is NaN
                 p = tl.where(here[None, :], p, 0.0)
+            present, number = keys, block
+            if LATE:
+                present, number = block_of_keys(keys, block, C), 0
             if dv is not None:
-                dv_places = key_places(dv, keys, head, j, C.aligned)
                 dv_tile = product(p.to(do_tile.dtype).T, do_tile, tl.zeros([N, DV], tl.float32), C)
-                if ADD:
-                    add_rows(dv_places, dv_tile, here, C.value_dim, C.block_dv, C)
-                else:
-                    store_rows(dv_places, dv_tile, here, C.value_dim, C.block_dv)
+                put_sums(dv, present, number, head, dv_tile, C.value_dim, C.block_dv, C, ADD)
             dp = product(do_tile, v_tile.T, tl.zeros([M, N], tl.float32), C)
             ds = (p * (dp - delta[:, None])).to(q_tile.dtype)
             if dk is not None:
-                dk_places = key_places(dk, keys, head, j, C.aligned)
-                dk_tile = product(ds.T, q_tile, tl.zeros([N, D], tl.float32), C) * scales[1]
-                if ADD:
-                    add_rows(dk_places, dk_tile, here, C.head_dim, C.block_d, C)
-                else:
-                    store_rows(dk_places, dk_tile, here, C.head_dim, C.block_d)
+                dk_tile = product(ds.T, q_tile, tl.zeros([N, D], tl.float32), C)
+                if not LATE:
+                    put_sums(dk, present, number, head, dk_tile * scales[1], C.head_dim, C.block_d, C, ADD)
             if dq is not None:
                 dq_tile = product(ds, k_tile, dq_tile, C)
+            if LATE:
+                last = present
+    if LATE:
+        put_sums(dk, last, 0, head, dk_tile * scales[1], C.head_dim, C.block_d, C, ADD)
     if dq is not None:
         line = head * C.q_blocks + part
         store_share(dq, line * C.workers + worker % C.workers, dq_tile * scales[1], C)
 
 
 @triton.jit
-def add_rows(places, block, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
-    """Adds [rows, BLOCK] to what is stored, in its dtype.
+def block_of_keys(keys, block, C: tl.constexpr):
+    """The keys of one block of a sequence, as if they were a sequence."""
+    first = block * C.block_n
+    return Sequence(keys.number, keys.start + first, tl.minimum(keys.count - first, C.block_n))
 
-    As nobody else writes there, memory may do it when it likes: to load would cost registers and a wait.
+
+@triton.jit
+def put_sums(
+    operand, keys, block, head, sums, WIDTH: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, ADD: tl.constexpr
+):
+    """Stores [rows, BLOCK] of dK or dV, or adds it to what is stored, in its dtype; nothing if nobody needs it.
+
+    As nobody else writes there, memory may do the adding when it likes: to load would cost registers and a wait.
     """
-    column = tl.arange(0, BLOCK)
-    if C.reduces:
-        mask = inside[:, None] & (column < WIDTH)[None, :]
-        tl.atomic_add(places[:, None] + column[None, :], block.to(places.dtype.element_ty), mask=mask, sem="relaxed")
-    else:
-        store_rows(places, block + load_rows(places, inside, WIDTH, BLOCK, True), inside, WIDTH, BLOCK)
+    if operand is not None:
+        j = block * C.block_n + tl.arange(0, C.block_n)
+        here = j < keys.count
+        places = key_places(operand, keys, head, j, C.aligned)
+        if not ADD:
+            store_rows(places, sums, here, WIDTH, BLOCK)
+        elif C.reduces:
+            column = tl.arange(0, BLOCK)
+            mask = here[:, None] & (column < WIDTH)[None, :]
+            tl.atomic_add(places[:, None] + column[None, :], sums.to(places.dtype.element_ty), mask=mask, sem="relaxed")
+        else:
+            store_rows(places, sums + load_rows(places, here, WIDTH, BLOCK, True), here, WIDTH, BLOCK)
 
 
 @triton.jit
