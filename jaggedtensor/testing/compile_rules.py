@@ -109,7 +109,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
         f"blocks of 64, so fewer products for as many waits; 1200 cycles to issue in; {_CONSTANTS}", 1.6, 2
     ),
     (_WIDE, "load_role"): Reason(f"one warp for all four operands, 1200 cycles for a trip; {_CONSTANTS}", 2.2, 1),
-    ("hopper/attention_bwd", "consume_role"): Reason(_CONSTANTS, loads=1),
+    ("hopper/attention_bwd", "consume_role"): Reason(_CONSTANTS, loads=2),
     ("hopper/attention_bwd", "consume_role", "window"): Reason(
         "masks take registers that scores need", loads=40, stores=10
     ),

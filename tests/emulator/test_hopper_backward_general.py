@@ -16,6 +16,7 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.hopper.attention_bwd import config as configuration
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
+from jaggedtensor.kernels.hopper.attention_bwd.total import blocks_of, workspace
 from jaggedtensor.kernels.hopper.plan import plan_general_backward
 from jaggedtensor.kernels.shared.ragged import ragged
 from jaggedtensor.ops.reference import visible_keys
@@ -41,6 +42,7 @@ class Case:
     processors: int = 2
     slack: int = 3
     deterministic: bool = False
+    packed: bool = False
 
 
 def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
@@ -68,6 +70,17 @@ def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
     return lse, delta, dq, dk, dv
 
 
+def take_out(case, held, total, offsets, config):
+    """dQ of a workspace as threads hold it."""
+    columns = config.block_d
+    held = held.view(case.kv_heads, -1, 2, 4, columns // 16, 8, 4, 2, 2).permute(0, 1, 3, 7, 5, 2, 4, 6, 8)
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        first = (begin * case.group + 63 * (b + 1)) // 64
+        for head in range(case.kv_heads):
+            rows = held[head, first:].reshape(-1, case.group, columns)[: end - begin, :, : case.dim]
+            total[begin:end, head * case.group : (head + 1) * case.group] = rows
+
+
 def run(case: Case, order: str, seed: int):
     generator = torch.Generator().manual_seed(7)
 
@@ -92,7 +105,7 @@ def run(case: Case, order: str, seed: int):
         case.deterministic,
     )
     assert not configuration.lacks(problem)
-    config = configuration.select(problem)
+    config = replace(configuration.select(problem), packed=case.packed)
     keys, queries = (JaggedLayout.from_lengths(torch.tensor(x)) for x in (case.k_lengths, case.q_lengths))
     q_tokens, k_tokens = sum(case.q_lengths), sum(case.k_lengths)
     q_rows, k_rows = q_tokens + case.slack * case.jagged, k_tokens + case.slack
@@ -119,15 +132,19 @@ def run(case: Case, order: str, seed: int):
         (grad_out, rows, group, config.block_dv),
         (got_dk, 64, 1, config.block_d),
         (got_dv, 64, 1, config.block_dv),
-        (total, rows, group, config.half),
     )
     batch_step, head_step, row_step = steps
     most_blocks = q_rows // rows + batch + 1
+    added = ragged(total, rows, group, config.half)
+    if case.packed:
+        most_blocks = blocks_of(q_rows * group, batch)
+        held, added = workspace(case.kv_heads, most_blocks, config, total.device)
     turns = torch.zeros(case.kv_heads * most_blocks, dtype=torch.int32)
     report = emulate(
         backward_kernel,
         (worker_offsets.shape[0] - 1,),
         *(ragged(*block)[1]() for block in blocks),
+        added[1](),
         lse.float(),
         delta.float(),
         batch_step,
@@ -153,6 +170,8 @@ def run(case: Case, order: str, seed: int):
     if case.deterministic:
         assert int(turns.sum()) == sum(int(tile[3] - tile[2]) for tile in tiles), "not each tile has told of each block"
     assert report.shared_peak <= configuration.SHARED_MEMORY
+    if case.packed:
+        take_out(case, held, total, queries.offsets().tolist(), config)
     for name, got, wanted in (("dq", total * scale, dq), ("dk", got_dk, dk), ("dv", got_dv, dv)):
         error = (got.double() - wanted).norm() / wanted.norm()
         assert error < 2e-2, f"{name}: {error}"
@@ -160,11 +179,15 @@ def run(case: Case, order: str, seed: int):
 
 
 CASES = {
-    "tiles of one block and of several": Case((150, 0, 64, 1, 300), (100, 3, 0, 65, 200)),
+    "tiles of one block and of several": Case((150, 0, 64, 1, 300), (100, 3, 0, 65, 200), packed=True),
     "causal": Case((150, 20, 290), (150, 64, 200), right=0),
-    "a window, two heads in groups of two": Case((300, 5), (290, 9), kv_heads=2, group=2, left=40, right=70),
-    "queries per sequence": Case((65, 130, 0), (70,) * 3, jagged=False, dim=72, value_dim=104, dtype=torch.bfloat16),
-    "64 columns": Case((150, 0, 70), (100, 5, 130), dim=64, value_dim=64, right=0),
+    "a window, two heads in groups of two": Case(
+        (300, 5), (290, 9), kv_heads=2, group=2, left=40, right=70, packed=True
+    ),
+    "queries per sequence": Case(
+        (65, 130, 0), (70,) * 3, jagged=False, dim=72, value_dim=104, dtype=torch.bfloat16, packed=True
+    ),
+    "64 columns": Case((150, 0, 70), (100, 5, 130), dim=64, value_dim=64, right=0, packed=True),
     "more CTAs than tiles": Case((70,), (5,), processors=4),
 }
 ONCE = {

@@ -9,6 +9,7 @@ from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
 ROWS = 64  # packed query rows of a block, and keys of each of the two consumers
 KEYS = 128  # of a tile
+STAGES = 2  # of what comes with a block of rows, and of dS
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 _ARGUMENTS = 640  # bytes, at most, through which roles are given their arguments
 
@@ -22,8 +23,7 @@ class Config:
     left: bool  # the window has a limit on this side
     right: bool
     ordered: bool = False  # dQ is added in the order of the keys
-    q_stages: int = 2  # of the rings of Q, dO and their statistics
-    ds_stages: int = 2
+    packed: bool = False  # dQ is added to a workspace as threads hold it
     block_d: int = 128
     block_dv: int = 128
 
@@ -41,9 +41,9 @@ class Config:
     def shared_memory(self) -> int:
         """Bytes: K and V, the rings, dS, dQ in fp32, mbarriers (each padded to 16 bytes), arguments of roles."""
         columns = self.block_d + self.block_dv
-        halves = (KEYS + self.q_stages * ROWS) * columns + self.ds_stages * KEYS * ROWS
-        singles = 2 * self.q_stages * ROWS + ROWS * self.block_d
-        barriers = 2 * (3 + 3 * self.q_stages + self.ds_stages) + 1
+        halves = (KEYS + STAGES * ROWS) * columns + STAGES * KEYS * ROWS
+        singles = 2 * STAGES * ROWS + ROWS * self.block_d
+        barriers = 2 * (3 + STAGES) + STAGES + 1
         return 2 * halves + 4 * singles + 16 * barriers + _ARGUMENTS
 
 

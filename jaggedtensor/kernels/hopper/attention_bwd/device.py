@@ -13,11 +13,12 @@ Roles, a warp each but for the consumers:
 
     tensor cores   S^T(i)   dP^T(i)   dV(i)      dQ(i-1)   dK(i)          S^T(i+1)
     threads                 P^T(i)    dS^T(i)              dQ(i-1) out
-    barriers       q, dO full         ds full(i)           dO, dq, q
+    barriers       rows full          ds full(i)           dq, rows
 
-dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. It is added in no order,
-or in turns: see `Turns`. TMA reads zeros past the end of a sequence and writes nothing there; a query row that is not
-there has lse = +inf and so P = 0.
+dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. A consumer that has done
+with a block of rows has done with dS of the one before too, so one barrier tells both. dQ is added in no order, to a
+workspace laid out as threads hold it (see `total`), or in turns (see `Turns`). TMA reads zeros past the end of a
+sequence and writes nothing there; a query row that is not there has lse = +inf and so P = 0.
 """
 
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
@@ -32,7 +33,7 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
+from jaggedtensor.kernels.shared.pipeline import Channel, Slot, make_channel, new_barriers
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, my_range, read_span
 
@@ -40,16 +41,18 @@ visible = gluon.jit(masks.visible.fn)
 
 ROWS: gl.constexpr = gl.constexpr(64)  # keys of a consumer, packed query rows of a block
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
+STAGES: gl.constexpr = gl.constexpr(2)  # of what comes with a block of rows, and of dS
 
 
 @aggregate
 class Channels:
     k: Channel  # 2 x [64, D]; dK leaves through it
     v: Channel  # 2 x [64, Dv]; dV leaves through it
-    q: Channel  # [64, D]
-    grad_out: Channel  # [64, Dv]
-    statistics: Channel  # 2 x [64] fp32: lse in log2 units and delta
-    ds: Channel  # 2 x [64, 64]: dS^T of each consumer
+    rows: Channel  # [64, D] of Q, and the barriers of all that comes with a block of query rows
+    grad_out: gl.shared_memory_descriptor  # [64, Dv] of each stage
+    statistics: gl.shared_memory_descriptor  # 2 x [64] fp32: lse in log2 units and delta
+    ds: gl.shared_memory_descriptor  # 2 x [64, 64]: dS^T of each consumer
+    ds_full: gl.shared_memory_descriptor  # [2, 1]: both consumers have written theirs
     dq: Channel  # 2 x [64, D / 2] fp32: columns of each consumer
     done: gl.shared_memory_descriptor  # both consumers have done with K
 
@@ -116,17 +119,17 @@ def keys_role(schedule, descriptors, channels, C: gl.constexpr):
 def queries_role(schedule, descriptors, channels, C: gl.constexpr):
     q_desc, grad_desc = descriptors
     begin, end = my_range(schedule)
-    q_at, grad_at = channels.q.start(), channels.grad_out.start()
+    at = channels.rows.start()
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
         for n in range(tile.end - tile.begin):
             block = tile.walked(n, C)
             place = ragged_place(span.q_start, span.q_count, block * (ROWS // C.group), tile.head * C.group)
-            slot, q_at = channels.q.acquire_empty(q_at)
+            slot, after = channels.rows.acquire_empty(at)
             slot.load(q_desc, place)
-            slot, grad_at = channels.grad_out.acquire_empty(grad_at)
-            slot.load(grad_desc, place)
+            Slot(channels.grad_out.index(at.index), slot.full, slot.empty).load(grad_desc, place)
+            at = after
 
 
 @gluon.jit
@@ -134,7 +137,7 @@ def statistics_role(schedule, statistics, channels, C: gl.constexpr):
     """lse and delta of a block's rows; +inf and 0 where a row sees nothing or is not there."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     begin, end = my_range(schedule)
-    at = channels.statistics.start()
+    at = channels.rows.start()
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
@@ -150,11 +153,9 @@ def statistics_role(schedule, statistics, channels, C: gl.constexpr):
             lse = gl.load(statistics.lse + place, mask=i < span.q_count, other=float("-inf"))
             delta = gl.load(statistics.delta + place, mask=i < span.q_count, other=0.0)
             blind = lse == float("-inf")
-            slot, after = channels.statistics.acquire_empty(at)
-            slot.buffer.store(gl.where(blind, float("inf"), lse) * LOG2_E)
-            slot.publish()
-            slot = channels.statistics.slot(at, 1)
-            slot.buffer.store(gl.where(blind, 0.0, delta))
+            slot, after = channels.rows.acquire_empty(at)
+            channels.statistics.index(at.index * 2).store(gl.where(blind, float("inf"), lse) * LOG2_E)
+            channels.statistics.index(at.index * 2 + 1).store(gl.where(blind, 0.0, delta))
             slot.publish()
             at = after
 
@@ -171,6 +172,11 @@ class Turns:
     def of(self, tile, span, C: gl.constexpr):
         """Where those of a tile's sequence are."""
         return self.taken + tile.head * self.head + span.q_start * C.group // ROWS + tile.sequence
+
+    @gluon.jit
+    def packed(self, tile, span, C: gl.constexpr):
+        """The first block of a tile's sequence in a packed dQ, of which a head has `head` blocks."""
+        return tile.head * self.head + (span.q_start * C.group + (ROWS - 1) * (tile.sequence + 1)) // ROWS
 
     @gluon.jit
     def wait(self, mine, block, turn):
@@ -208,10 +214,15 @@ def reduce_role(schedule, dq_desc, turns, left, channels, C: gl.constexpr):
                 turn = turn_of(tile, span, block, left, C)
                 turns.wait(mine, block, turn)
             slot, after = channels.dq.acquire_full(at)
-            row = block * (ROWS // C.group)
-            for half in gl.static_range(2):
-                r0, r1, r2, head, _ = ragged_place(span.q_start, span.q_count, row, tile.head * C.group)
-                tma.async_atomic_add(dq_desc, [r0, r1, r2, head, half * C.half], channels.dq.slot(at, half).buffer)
+            if C.packed:
+                row = 2 * (turns.packed(tile, span, C) + block) * ROWS
+                for half in gl.static_range(2):
+                    tma.async_atomic_add(dq_desc, [row + half * ROWS, 0], channels.dq.slot(at, half).buffer)
+            else:
+                row = block * (ROWS // C.group)
+                for half in gl.static_range(2):
+                    r0, r1, r2, head, _ = ragged_place(span.q_start, span.q_count, row, tile.head * C.group)
+                    tma.async_atomic_add(dq_desc, [r0, r1, r2, head, half * C.half], channels.dq.slot(at, half).buffer)
             tma.store_wait(0)
             slot.release()
             at = after
@@ -283,21 +294,22 @@ class Consumer:
     @gluon.jit
     def grad_query(self, turn, opaque):
         """Issue my columns of dQ of a block, of the keys of both consumers."""
+        at = by_turn(self.channels.rows, turn)
+        mbarrier.wait(self.channels.ds_full.index(at.index), at.phase)
         ds = self.channels.ds
-        at = by_turn(ds, turn)
-        ds.acquire_full(at)
         first: gl.constexpr = self.part * self.C.half
         k_columns = self.channels.k.buffers.index(opaque).slice(first, self.C.half, dim=1)
-        dq = product(ds.slot(at, 0).buffer.permute((1, 0)), k_columns)
+        dq = product(ds.index(at.index * 2).permute((1, 0)), k_columns)
         k_columns = self.channels.k.buffers.index(opaque + 1).slice(first, self.C.half, dim=1)
-        return warpgroup_mma(ds.slot(at, 1).buffer.permute((1, 0)), k_columns, dq, is_async=True)
+        return warpgroup_mma(ds.index(at.index * 2 + 1).permute((1, 0)), k_columns, dq, is_async=True)
 
     @gluon.jit
     def put_grad_query(self, dq, turn):
-        """My columns for the role that adds them; dS is done with."""
-        self.channels.ds.slot(by_turn(self.channels.ds, turn)).release()
+        """My columns for the role that adds them."""
         at = by_turn(self.channels.dq, turn)
         slot, _ = self.channels.dq.acquire_empty(at)
+        if self.C.packed:  # what a thread holds of 16 rows and 8 columns is together, and a warp's is 512 bytes
+            dq = dq.reshape([4, 2, 8, self.C.half // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([ROWS, self.C.half])
         self.channels.dq.slot(at, self.part).buffer.store(dq)
         fence_async_shared()
         slot.publish()
@@ -307,47 +319,45 @@ class Consumer:
         """One more block of query rows, and dQ of the one before if LATE."""
         channels, turn = self.channels, work.turn
         C: gl.constexpr = self.C
-        dtype: gl.constexpr = channels.q.buffers.dtype
+        dtype: gl.constexpr = channels.rows.buffers.dtype
         COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
         opaque = (turn >> 30) * 2  # 0, which the compiler cannot know: it would keep all matrix descriptors
         if opaque != 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
             gl.barrier()
-        q_slot, _ = channels.q.acquire_full(by_turn(channels.q, turn))
-        s = product(channels.k.buffers.index(opaque + self.part), q_slot.buffer.permute((1, 0)))
-        grad_slot, _ = channels.grad_out.acquire_full(by_turn(channels.grad_out, turn))
-        dp = product(channels.v.buffers.index(opaque + self.part), grad_slot.buffer.permute((1, 0)))
-        statistics_at = by_turn(channels.statistics, turn)
-        statistics_slot, _ = channels.statistics.acquire_full(statistics_at)
-        lse = statistics_slot.buffer.load(COLUMNS)
+        at = by_turn(channels.rows, turn)
+        rows, _ = channels.rows.acquire_full(at)
+        grad_out = channels.grad_out.index(at.index)
+        lse = channels.statistics.index(at.index * 2).load(COLUMNS)
+        s = product(channels.k.buffers.index(opaque + self.part), rows.buffer.permute((1, 0)))
+        dp = product(channels.v.buffers.index(opaque + self.part), grad_out.permute((1, 0)))
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(at_most(s * self.scale_log2 - lse[None, :], 0.0))
         if C.left or C.right:
             p = self.edge.masked(p, block, self.first, C)
-        dv = warpgroup_mma(as_operand(p.to(dtype), work.dv), grad_slot.buffer, work.dv, is_async=True)
-        delta = channels.statistics.slot(statistics_at, 1).buffer.load(COLUMNS)
+        dv = warpgroup_mma(as_operand(p.to(dtype), work.dv), grad_out, work.dv, is_async=True)
+        delta = channels.statistics.index(at.index * 2 + 1).load(COLUMNS)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = rounded(p * (dp - delta[None, :]), dtype)
-        statistics_slot.release()
         if LATE:
             dq = self.grad_query(turn - 1, opaque)
-        ds_at = by_turn(channels.ds, turn)
-        ds_slot, _ = channels.ds.acquire_empty(ds_at)
-        channels.ds.slot(ds_at, self.part).buffer.store(ds)
+            # Both consumers have left the step before, and so dQ of the step before that, whose dS is replaced.
+            before = by_turn(channels.rows, turn - 1)
+            mbarrier.wait(channels.rows.empty.index(before.index), before.phase)
+        channels.ds.index(at.index * 2 + self.part).store(ds)
         fence_async_shared()
-        ds_slot.publish()
-        dk = warpgroup_mma(as_operand(ds, work.dk), q_slot.buffer, work.dk, is_async=True)
-        dv = warpgroup_mma_wait(3 if LATE else 1, deps=(dv,))
-        grad_slot.release()
+        mbarrier.arrive(channels.ds_full.index(at.index), count=1)
+        dk = warpgroup_mma(as_operand(ds, work.dk), rows.buffer, work.dk, is_async=True)
         if LATE:
-            self.put_grad_query(warpgroup_mma_wait(1, deps=(dq,)), turn - 1)
-        dk = warpgroup_mma_wait(0, deps=(dk,))
-        q_slot.release()
+            dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+            self.put_grad_query(dq, turn - 1)
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        rows.release()
         return Work(dk, dv, turn + 1)
 
 
 @gluon.jit
 def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constexpr, C: gl.constexpr):
-    dtype: gl.constexpr = channels.q.buffers.dtype
+    dtype: gl.constexpr = channels.rows.buffers.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_d, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_dv, 16])
@@ -399,14 +409,14 @@ def backward_kernel(
     grad_out,  # [rows, Hq, Dv]
     dk,
     dv,
-    dq,  # fp32 [rows, Hq, D], zeros to be added to
+    dq,  # fp32 [rows, Hq, D], zeros to be added to; packed, an ordinary descriptor of [blocks * 128, D / 2]
     lse,  # fp32 [B, Hq, Lq] or [rows, Hq]
     delta,
     stat_batch,
     stat_row,
     stat_head,  # strides of both
     turns,  # int32, zeros to count in: see Turns; without turns, anything
-    turn_head,
+    turn_head,  # of the turns of a head of keys; packed, blocks of dQ of a head of keys
     tiles,  # of the schedule, by keys
     worker_offsets,
     q_offsets,  # [B + 1], None unless jagged
@@ -422,17 +432,19 @@ def backward_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_d], dtype)
     wide_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.block_dv], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
-    single: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], gl.float32)
+    natural: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], gl.float32)
+    single: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2) if C.packed else natural
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=2)
     channels = Channels(
         make_channel(dtype, [ROWS, C.block_d], wide, 1, 2, 1, 2),
         make_channel(dtype, [ROWS, C.block_dv], wide_v, 1, 2, 1, 2),
-        make_channel(dtype, [ROWS, C.block_d], wide, C.q_stages, 2),
-        make_channel(dtype, [ROWS, C.block_dv], wide_v, C.q_stages, 2),
-        make_channel(gl.float32, [ROWS], line, C.q_stages, 2, 1, 2),
-        make_channel(dtype, [ROWS, ROWS], square, C.ds_stages, 2, 1, 2),
+        make_channel(dtype, [ROWS, C.block_d], wide, STAGES, 2, 3),  # written by two loads and the statistics
+        gl.allocate_shared_memory(dtype, [STAGES, ROWS, C.block_dv], wide_v),
+        gl.allocate_shared_memory(gl.float32, [STAGES * 2, ROWS], line),
+        gl.allocate_shared_memory(dtype, [STAGES * 2, ROWS, ROWS], square),
+        new_barriers(STAGES, 2),
         make_channel(gl.float32, [ROWS, C.half], single, 1, 1, 1, 2),
         done,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd.config import KEYS, ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
+from jaggedtensor.kernels.hopper.attention_bwd.total import blocks_of, pays, unpacked, workspace
 from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.gradients import Gradients, addressable, chosen, flat, key_of, new_key_gradient, scaled
@@ -27,20 +29,27 @@ def backward(
     """dQ, dK and dV, all of which come from one pass; those in `needs` are given back."""
     problem, (tiles, worker_offsets) = args.problem, args.schedule
     config = select(problem)
+    batch = args.k_offsets.shape[0] - 1
+    rows = args.q.numel() // (args.q.shape[-1] * problem.kv_heads)  # packed ones of a head of keys
+    config = replace(config, packed=not config.ordered and pays(rows, batch))
     q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
     with device_of(k):
         some = bool(tiles.shape[0] and q.numel())
         dk, dv = (new_key_gradient(x, args, some) for x in (k, v))
-        total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        blocks = blocks_of(rows, batch) if config.packed else rows // ROWS + batch + 1  # of a head, at most
+        if config.packed:
+            total, added = workspace(problem.kv_heads, blocks, config, q.device)
+        else:
+            total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            added = ragged(flat(total), ROWS // config.group, config.group, config.half)
         if some:
             lse, delta, steps = row_statistics(out, grad_out, grad_lse, lse)
             rows, heads = ROWS // config.group, config.group
-            blocks = q.numel() // (q.shape[-1] * q.shape[-2]) // rows + args.k_offsets.shape[0]  # at most, of a head
             turns = q.new_zeros(problem.kv_heads * blocks, dtype=torch.int32) if config.ordered else tiles
             launch(
                 backward_kernel,
                 worker_offsets.shape[0] - 1,
-                key_of(args),
+                key_of(args, config.packed),
                 (
                     ragged(flat(q), rows, heads, config.block_d),
                     ragged(k, KEYS // 2, 1, config.block_d),
@@ -48,7 +57,7 @@ def backward(
                     ragged(flat(grad_out), rows, heads, config.block_dv),
                     ragged(dk, KEYS // 2, 1, config.block_d),
                     ragged(dv, KEYS // 2, 1, config.block_dv),
-                    ragged(flat(total), rows, heads, config.half),
+                    added,
                 ),
                 (
                     lse,
@@ -69,4 +78,6 @@ def backward(
                 ),
                 config.options,
             )
-        return chosen(scaled(total, args.scale, q.dtype) if needs[0] else total, dk, dv, needs)
+        if needs[0]:
+            total = unpacked(total, args, blocks, config) if config.packed else scaled(total, args.scale, q.dtype)
+        return chosen(total, dk, dv, needs)
