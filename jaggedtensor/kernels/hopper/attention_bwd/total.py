@@ -23,7 +23,7 @@ MOST = 4  # programs that bring a sequence and head back, at most: long ones tak
 
 def pays(rows: int, batch: int) -> bool:
     """Whether a workspace of whole blocks is at most twice as large as `rows` packed rows."""
-    return (ROWS - 1) * (batch + 1) <= rows
+    return batch > 0 and (ROWS - 1) * (batch + 1) <= rows
 
 
 def blocks_of(rows: int, batch: int) -> int:
@@ -80,12 +80,12 @@ def unpack_kernel(
         count = (tl.load(offsets + sequence + 1).to(tl.int64) - start).to(tl.int32)
     first = head.to(tl.int64) * blocks + (start * GROUP + (ROWS - 1) * (sequence + 1)) // ROWS
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
-    half, c = column // (D // 2), column % (D // 2)
-    at = half * (ROWS * D // 2) + row // 16 * (8 * D) + c // 8 * 128
-    at += row % 8 * 16 + c % 8 // 2 * 4 + row % 16 // 8 * 2 + c % 2
+    every = tl.arange(0, ROWS * D)
     for block in range(tl.program_id(0) % SHARE, tl.cdiv(count * GROUP, ROWS), SHARE):
         packed = block * ROWS + row
         inside = (packed < count * GROUP) & (column < WIDTH)
-        x = tl.load(total + (first + block) * (ROWS * D) + at, mask=inside, other=0.0) * scale
+        x = tl.load(total + (first + block) * (ROWS * D) + every) * scale
+        x = tl.reshape(x.to(result.dtype.element_ty), (2, 4, D // 16, 8, 4, 2, 2))
+        x = tl.reshape(tl.permute(x, (1, 5, 3, 0, 2, 4, 6)), (ROWS, D))
         place = ((start + packed // GROUP) * heads + head * GROUP + packed % GROUP) * WIDTH
-        tl.store(result + place + column, x.to(result.dtype.element_ty), mask=inside)
+        tl.store(result + place + column, x, mask=inside)
