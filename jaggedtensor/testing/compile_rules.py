@@ -57,7 +57,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     (_FORWARD, "correct_streams_role", "3.8"): replace(_RESCALE, most=1.4),
     (_FORWARD, "correct_tiles_role"): _RESCALE,
     (_FORWARD, "correct_tiles_role", "3.8"): replace(_RESCALE, most=1.4),
-    (_FORWARD, "correct_tiles_role", "redoes"): replace(_RESCALE, most=1.4, loads=5),
+    (_FORWARD, "correct_tiles_role", "redoes"): replace(_RESCALE, most=1.5, loads=5),
     (_FORWARD, "finish_tiles_role"): Reason(
         "a trip is a tile, of the counterpart a block of keys; spilled numbers are read once for 128 columns of O",
         5.0,
