@@ -114,6 +114,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
         "masks take registers that scores need", loads=40, stores=10
     ),
     ("hopper/attention_bwd", "keys_role"): Reason(_CONSTANTS, loads=1),
+    ("hopper/attention_bwd", "reduce_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd_broadcast", "make_role", "3.8"): Reason(
         "two numbers too many for the registers; none with Triton 3.9", loads=2, stores=2
     ),
