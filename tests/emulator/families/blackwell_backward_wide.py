@@ -15,7 +15,7 @@ from torch import Tensor
 from jaggedtensor import JaggedLayout
 from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.blackwell.attention_bwd_wide import config as configuration
-from jaggedtensor.kernels.blackwell.attention_bwd_wide.config import ANCHORED, Config, Gradient
+from jaggedtensor.kernels.blackwell.attention_bwd_wide.config import STAYING, Config, Gradient
 from jaggedtensor.kernels.blackwell.attention_bwd_wide.device import gradient_kernel
 from jaggedtensor.kernels.blackwell.attention_bwd_wide.launch import block_of, blocks_of
 from jaggedtensor.kernels.blackwell.plan import plan_wide_backward
@@ -161,13 +161,13 @@ def run_pass(case: Case, x: Inputs, config: Config, order: str, seed: int):
     tiles, worker_offsets, *lists = found[:half] if config.query_stays else found[half:]
     programs = (worker_offsets.shape[0] - 1) * config.q_blocks
     if config.shares:
-        result = torch.full((programs * ANCHORED, config.columns), math.nan)
+        result = torch.full((programs * STAYING, config.columns), math.nan)
     else:
         result = torch.full_like(q if config.query_stays else x.k if config.differs else x.v, math.nan)
         fill_unseen(result, case, x, config)
     if not tiles.shape[0]:  # the launcher launches nothing
         return (torch.zeros(q.shape) if config.shares else result), None
-    made = () if config.shares else (block_of(result, ANCHORED, config.columns, config.query_stays, config),)
+    made = () if config.shares else (block_of(result, STAYING, config.columns, config.query_stays, config),)
     report = emulate(
         gradient_kernel,
         (programs,),

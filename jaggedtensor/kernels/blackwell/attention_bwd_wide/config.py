@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 
-ANCHORED = 128  # packed query rows, or keys, that stay on a CTA: lanes of tensor memory
+STAYING = 128  # packed query rows, or keys, that stay on a CTA: lanes of tensor memory
 STREAMED = 64  # of those that pass, at a time: its columns
 MAX_HEAD_DIM = 256
 SHARED_MEMORY = 232448  # bytes that a CTA may use
@@ -42,7 +42,7 @@ class Config:
     stages: int  # of the ring of what S is made of and passes
     grad_stages: int  # of what dP is made of and passes
     statistics_stages: int
-    block_n: int = ANCHORED  # keys, where they stay
+    block_n: int = STAYING  # keys, where they stay
     drain_registers: int = 192  # of a thread: what the others leave
     compute_registers: int = 192
     single_registers: int = 120  # of the roles of one warp
@@ -74,12 +74,12 @@ class Config:
     @property
     def statistics(self) -> int:
         """Query rows whose lse and delta are a slot."""
-        return ANCHORED if self.query_stays else STREAMED
+        return STAYING if self.query_stays else STREAMED
 
     @property
     def shared_memory(self) -> int:
         """Bytes, at most: what stays, the rings of what passes, the statistics, mbarriers (each padded to 16)."""
-        stays = ANCHORED * (self.block_d + self.block_dv * self.differs)
+        stays = STAYING * (self.block_d + self.block_dv * self.differs)
         passes = STREAMED * (self.stages * self.block_d + self.grad_stages * self.block_dv)
         statistics = 2 * self.statistics * self.statistics_stages
         slots = 1 + self.differs + self.stages + self.grad_stages + self.statistics_stages
@@ -122,7 +122,7 @@ def select(problem: AttentionProblem, gradient: Gradient) -> Config:
         block_d = block_dv = max(block_d, block_dv)
     group = packed(problem)
     shared = problem.query is QueryKind.BROADCAST and gradient is Gradient.QUERY
-    blocks = -(-(problem.q_len or 0) * group // ANCHORED) if shared else 1
+    blocks = -(-(problem.q_len or 0) * group // STAYING) if shared else 1
     config = Config(
         gradient,
         block_d,

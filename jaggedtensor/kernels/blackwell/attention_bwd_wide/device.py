@@ -76,15 +76,15 @@ from jaggedtensor.kernels.shared.pipeline import Channel, make_channel, new_barr
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, place_of, read_span
 
-ANCHORED: gl.constexpr = gl.constexpr(128)  # rows or keys that stay
+STAYING: gl.constexpr = gl.constexpr(128)  # rows or keys that stay
 STREAMED: gl.constexpr = gl.constexpr(64)  # that pass, at a time
 LEAVING: gl.constexpr = gl.constexpr(64)  # columns of the gradient, at a time
 
 
 @aggregate
 class Channels:
-    anchor: Channel  # [128, D]: Q or K, that stays
-    anchor_grad: Channel | gl.constexpr  # [128, Dv]: dO or V, None where there is no dP
+    staying: Channel  # [128, D]: Q or K, that stays
+    staying_grad: Channel | gl.constexpr  # [128, Dv]: dO or V, None where there is no dP
     stream: Channel  # [64, D]: K or Q, that passes
     stream_grad: Channel  # [64, Dv]: V or dO
     statistics: Channel  # 2 x fp32: -lse in log2 units and delta, of the 128 query rows that stay or the 64 that pass
@@ -119,7 +119,7 @@ class Work:
 
     schedule: Schedule
     head: gl.tensor  # of what stays: of keys, or a packed one of queries
-    anchor: gl.tensor  # number of the block that stays
+    staying: gl.tensor  # number of the block that stays
     first: gl.tensor  # place of the first one that passes
     number: gl.tensor  # of them, for each part of a group
     count: gl.tensor  # of them
@@ -175,31 +175,31 @@ def query_places(span, row, head, C: gl.constexpr):
 
 @gluon.jit
 def load_role(schedule, descriptors, channels, C: gl.constexpr):
-    anchor_desc, anchor_grad_desc, stream_desc, stream_grad_desc = descriptors
+    staying_desc, staying_grad_desc, stream_desc, stream_grad_desc = descriptors
     walk, begin, end = start_walk(schedule, C)
-    anchor_at, at, grad_at = channels.anchor.start(), channels.stream.start(), channels.stream_grad.start()
-    other_at = channels.anchor.start()
+    staying_at, at, grad_at = channels.staying.start(), channels.stream.start(), channels.stream_grad.start()
+    other_at = channels.staying.start()
     summed = 0  # blocks of the sum so far
     for t in range(begin, end):
         work, span = work_of(walk, C), walk.span
         for n in range(work.count):
             number, head = work.block(n, C)
             if C.query_stays:
-                anchor_place, anchor_grad_place = query_places(span, work.anchor * ANCHORED, work.head, C)
+                staying_place, staying_grad_place = query_places(span, work.staying * STAYING, work.head, C)
                 place = ragged_place(span.k_start, span.k_count, number * STREAMED, head)
                 grad_place = place
             else:
-                anchor_place = ragged_place(span.k_start, span.k_count, work.anchor * ANCHORED, work.head)
-                anchor_grad_place = anchor_place
+                staying_place = ragged_place(span.k_start, span.k_count, work.staying * STAYING, work.head)
+                staying_grad_place = staying_place
                 place, grad_place = query_places(span, number * STREAMED, head, C)
             slot, at = channels.stream.acquire_empty(at)
             slot.load(stream_desc, place)
             if summed == 0:
-                anchor, anchor_at = channels.anchor.acquire_empty(anchor_at)
-                anchor.load(anchor_desc, anchor_place)
+                staying, staying_at = channels.staying.acquire_empty(staying_at)
+                staying.load(staying_desc, staying_place)
             if C.differs and n == 0:
-                other, other_at = channels.anchor_grad.acquire_empty(other_at)
-                other.load(anchor_grad_desc, anchor_grad_place)
+                other, other_at = channels.staying_grad.acquire_empty(other_at)
+                other.load(staying_grad_desc, staying_grad_place)
             grad_slot, grad_at = channels.stream_grad.acquire_empty(grad_at)
             grad_slot.load(stream_grad_desc, grad_place)
             summed += 1
@@ -223,7 +223,7 @@ def statistics_role(schedule, statistics, channel, C: gl.constexpr):
             slots = work.count
         for n in range(slots):
             if C.query_stays:
-                number, head = work.anchor, work.head
+                number, head = work.staying, work.head
             else:
                 number, head = work.block(n, C)
             shift, delta = statistics.load(walk.tile.sequence, head, walk.span, number * C.statistics + rows, C)
@@ -256,32 +256,32 @@ def issue_sum(turn, late_at, grad_at, channels, scores, total, more, C: gl.const
 def mma_role(schedule, channels, scores, total, C: gl.constexpr):
     walk, begin, end = start_walk(schedule, C)
     at, grad_at = channels.stream.start(), channels.stream_grad.start()
-    anchor_at, other_at = channels.anchor.start(), channels.anchor.start()
+    staying_at, other_at = channels.staying.start(), channels.staying.start()
     turn = 0  # blocks so far
     summed = 0  # of the sum at hand
-    anchor = channels.anchor.slot(anchor_at)
+    staying = channels.staying.slot(staying_at)
     for t in range(begin, end):
         count = work_of(walk, C).count
         late_at = at  # of the block before
         for n in range(count):
             if summed + n == 0:
-                anchor, anchor_at = channels.anchor.acquire_full(anchor_at)
+                staying, staying_at = channels.staying.acquire_full(staying_at)
             slot, after = channels.stream.acquire_full(at)
             scored = scores.scored.index(turn & 1)
             barriers = [scored] if C.differs else [scored, slot.empty]
             s = scores.s.index(turn & 1)
-            tcgen05_mma(anchor.buffer, slot.buffer.permute((1, 0)), s, use_acc=False, mbarriers=barriers)
+            tcgen05_mma(staying.buffer, slot.buffer.permute((1, 0)), s, use_acc=False, mbarriers=barriers)
             if n > 0:
                 grad_at = issue_sum(turn - 1, late_at, grad_at, channels, scores, total, summed + n > 1, C)
             if C.differs:
                 if n == 0:
-                    _, other_at = channels.anchor_grad.acquire_full(other_at)
-                anchor_grad = channels.anchor_grad.slot(other_at)
+                    _, other_at = channels.staying_grad.acquire_full(other_at)
+                staying_grad = channels.staying_grad.slot(other_at)
                 grad_slot, grad_at = channels.stream_grad.acquire_full(grad_at)
                 barriers = [scores.graded, grad_slot.empty]
                 passing = grad_slot.buffer.permute((1, 0))
-                tcgen05_mma(anchor_grad.buffer, passing, scores.dp, use_acc=False, mbarriers=barriers)
-                tcgen05_commit(anchor_grad.empty, pred=n + 1 == count)
+                tcgen05_mma(staying_grad.buffer, passing, scores.dp, use_acc=False, mbarriers=barriers)
+                tcgen05_commit(staying_grad.empty, pred=n + 1 == count)
             late_at, at = at, after
             turn += 1
         if count > 0:
@@ -301,9 +301,9 @@ def mma_role(schedule, channels, scores, total, C: gl.constexpr):
 @gluon.jit
 def row_limits(block, span, window, layout: gl.constexpr, C: gl.constexpr):
     """Which keys each row of a block of query rows sees, and which all of them do: contract 3 of the design."""
-    begin = block * ANCHORED
-    last = gl.minimum(begin + ANCHORED, span.q_count * C.group) - 1
-    row = begin + gl.arange(0, ANCHORED, layout)
+    begin = block * STAYING
+    last = gl.minimum(begin + STAYING, span.q_count * C.group) - 1
+    row = begin + gl.arange(0, STAYING, layout)
     shift = span.k_count - span.q_count
     return Limits(
         first_key(row, shift, window, C),
@@ -386,9 +386,9 @@ def compute_role(schedule, channel, scores, numbers, C: gl.constexpr):
         if not (C.left or C.right):
             limits = None
         elif C.query_stays:
-            limits = row_limits(work.anchor, walk.span, window, LANES, C)
+            limits = row_limits(work.staying, walk.span, window, LANES, C)
         else:
-            limits = limits_of(work.anchor, walk.span, window, LANES, C)
+            limits = limits_of(work.staying, walk.span, window, LANES, C)
         if C.query_stays:
             if work.count > 0:
                 slot, after = channel.acquire_full(at)
@@ -433,7 +433,7 @@ def drain_role(schedule, out, total, channel, scale, C: gl.constexpr):
                 x = total.total.slice(i * LEAVING, LEAVING).load()
                 slot.buffer.slice(i * LEAVING, LEAVING, dim=1).store((x * scale).to(slot.buffer.dtype))
             fence_async_shared()
-            row = work.anchor * ANCHORED
+            row = work.staying * STAYING
             if C.query_stays:
                 _, place = query_places(span, row, work.head, C)
             else:
@@ -453,12 +453,12 @@ def store_share(out, total, some, scale, C: gl.constexpr):
     WIDTH: gl.constexpr = 32
     COUNT: gl.constexpr = C.columns // WIDTH
     layout: gl.constexpr = total.total.slice(0, WIDTH).get_reg_layout()
-    row = gl.program_id(0) * ANCHORED + gl.arange(0, ANCHORED, gl.SliceLayout(1, layout))
+    row = gl.program_id(0) * STAYING + gl.arange(0, STAYING, gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     place = out + row.to(gl.int64)[:, None] * C.columns + column[None, :]
     mbarrier.wait(total.complete, 0, pred=some)
     for i in gl.static_range(COUNT):
-        share = gl.zeros([ANCHORED, WIDTH], gl.float32, layout)
+        share = gl.zeros([STAYING, WIDTH], gl.float32, layout)
         if some:
             share = total.total.slice(i * WIDTH, WIDTH).load(layout) * scale
         gl.store(place + i * WIDTH, share)
@@ -469,21 +469,21 @@ def store_share(out, total, some, scale, C: gl.constexpr):
 
 @gluon.jit
 def make_scores(dtype: gl.constexpr, C: gl.constexpr):
-    layout: gl.constexpr = TensorMemoryLayout([ANCHORED, STREAMED], col_stride=1)
-    low_layout: gl.constexpr = TensorMemoryLayout([ANCHORED, 2 * STREAMED], col_stride=1)
-    s = allocate_tensor_memory(gl.float32, [2, ANCHORED, STREAMED], layout)
+    layout: gl.constexpr = TensorMemoryLayout([STAYING, STREAMED], col_stride=1)
+    low_layout: gl.constexpr = TensorMemoryLayout([STAYING, 2 * STREAMED], col_stride=1)
+    s = allocate_tensor_memory(gl.float32, [2, STAYING, STREAMED], layout)
     if C.differs:
-        dp = allocate_tensor_memory(gl.float32, [ANCHORED, STREAMED], layout)
+        dp = allocate_tensor_memory(gl.float32, [STAYING, STREAMED], layout)
     else:
         dp = None
-    low = reinterpret(s, dtype, [2, ANCHORED, 2 * STREAMED], low_layout)
+    low = reinterpret(s, dtype, [2, STAYING, 2 * STREAMED], low_layout)
     return Scores(s, dp, low, new_barriers(2, 1), new_barriers(2, 1), new_barriers(1, 1).index(0))
 
 
 @gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "left", "right"])
 def gradient_kernel(
-    anchor,  # ragged descriptors, see shared.ragged: Q or K, in blocks of 128 rows
-    anchor_grad,  # dO or V
+    staying,  # ragged descriptors, see shared.ragged: Q or K, in blocks of 128 rows
+    staying_grad,  # dO or V
     stream,  # K or Q, in blocks of 64
     stream_grad,  # V or dO
     out,  # the gradient, in blocks as of what stays; or shares of dQ: a pointer to fp32 [CTAs, 128, D]
@@ -504,34 +504,34 @@ def gradient_kernel(
     right,
     C: gl.constexpr,  # config.Config
 ):
-    dtype: gl.constexpr = anchor.dtype
-    anchor_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ANCHORED, C.block_d], dtype)
-    anchor_grad_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ANCHORED, C.block_dv], dtype)
+    dtype: gl.constexpr = staying.dtype
+    staying_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAYING, C.block_d], dtype)
+    staying_grad_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAYING, C.block_dv], dtype)
     stream_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAMED, C.block_d], dtype)
     stream_grad_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STREAMED, C.block_dv], dtype)
-    sum_layout: gl.constexpr = TensorMemoryLayout([ANCHORED, C.columns], col_stride=1)
+    sum_layout: gl.constexpr = TensorMemoryLayout([STAYING, C.columns], col_stride=1)
     if C.differs:
-        other = make_channel(dtype, [ANCHORED, C.block_dv], anchor_grad_layout, 1)
+        other = make_channel(dtype, [STAYING, C.block_dv], staying_grad_layout, 1)
     else:
         other = None
     channels = Channels(
-        make_channel(dtype, [ANCHORED, C.block_d], anchor_layout, 1),
+        make_channel(dtype, [STAYING, C.block_d], staying_layout, 1),
         other,
         make_channel(dtype, [STREAMED, C.block_d], stream_layout, C.stages),
         make_channel(dtype, [STREAMED, C.block_dv], stream_grad_layout, C.grad_stages),
         make_channel(gl.float32, [C.statistics], PLAIN, C.statistics_stages, 1, 1, 2),
     )
     scores = make_scores(dtype, C)
-    total = Sum(allocate_tensor_memory(gl.float32, [ANCHORED, C.columns], sum_layout), new_barriers(1, 1).index(0))
+    total = Sum(allocate_tensor_memory(gl.float32, [STAYING, C.columns], sum_layout), new_barriers(1, 1).index(0))
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
     numbers = (scale_log2, (left, right))
     gl.warp_specialize(
         [
-            (drain_role, (schedule, out, total, channels.anchor, scale, C)),
+            (drain_role, (schedule, out, total, channels.staying, scale, C)),
             (compute_role, (schedule, channels.statistics, scores, numbers, C)),
             (mma_role, (schedule, channels, scores, total, C)),
-            (load_role, (schedule, (anchor, anchor_grad, stream, stream_grad), channels, C)),
+            (load_role, (schedule, (staying, staying_grad, stream, stream_grad), channels, C)),
             (statistics_role, (schedule, statistics, channels.statistics, C)),
         ],
         [4, 1, 1, 1],

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from jaggedtensor.kernels.blackwell.attention_bwd_wide.config import ANCHORED, STREAMED, Config, Gradient, select
+from jaggedtensor.kernels.blackwell.attention_bwd_wide.config import STAYING, STREAMED, Config, Gradient, select
 from jaggedtensor.kernels.blackwell.attention_bwd_wide.device import gradient_kernel
 from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import Descriptor, launch
@@ -59,14 +59,14 @@ def one_gradient(
     some = bool(tiles.shape[0] and q.numel())
     programs = (worker_offsets.shape[0] - 1) * config.q_blocks
     if config.shares:
-        result = q.new_empty(programs * ANCHORED, config.columns, dtype=torch.float32)
+        result = q.new_empty(programs * STAYING, config.columns, dtype=torch.float32)
     elif config.query_stays:  # rows that see no key have no tile
         result = torch.zeros_like(q, memory_format=torch.contiguous_format)
     else:
         result = new_key_gradient(k if config.differs else v, args, some)
     if not some:
         return torch.zeros_like(q, memory_format=torch.contiguous_format) if config.shares else result
-    made = () if config.shares else (block_of(flat(result), ANCHORED, config.columns, config.query_stays, config),)
+    made = () if config.shares else (block_of(flat(result), STAYING, config.columns, config.query_stays, config),)
     launch(
         gradient_kernel,
         programs,
@@ -107,7 +107,7 @@ def blocks_of(operands: tuple[Tensor, Tensor, Tensor, Tensor], config: Config) -
     queries, keys = ((q, config.block_d), (grad_out, config.block_dv)), ((k, config.block_d), (v, config.block_dv))
     stays, passes = (queries, keys) if config.query_stays else (keys, queries)
     return (
-        *(block_of(x, ANCHORED, columns, config.query_stays, config) for x, columns in stays),
+        *(block_of(x, STAYING, columns, config.query_stays, config) for x, columns in stays),
         *(block_of(x, STREAMED, columns, not config.query_stays, config) for x, columns in passes),
     )
 
