@@ -215,6 +215,15 @@ class TileSchedule:
         """Where the tiles are."""
         return self.tiles.device
 
+    def operands(self) -> list[Tensor]:
+        """What kernels walk: tiles, worker offsets if there are workers, and the list of blocks if there is a mask."""
+        found = [self.tiles]
+        if self.worker_offsets is not None:
+            found.append(self.worker_offsets)
+        if self.request.mask is not None:  # the list is None where nothing has any work
+            found.append(self.tiles.new_empty(0) if self.blocks is None else self.blocks)
+        return found
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All there are, in the order that `of` takes."""
         return self.tiles, self.owner, self.worker_offsets, self.count, self.merges, self.blocks

@@ -145,8 +145,7 @@ def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows:
         workers=problem.kv_heads * config.workers,
         rows=rows,
     )
-    assert schedule.worker_offsets is not None
-    return [schedule.tiles, schedule.worker_offsets]
+    return schedule.operands()
 
 
 def plan_general_backward(
@@ -181,11 +180,7 @@ def plan_general_backward(
         q_rows=q_rows,
         **mask,
     )
-    assert schedule.worker_offsets is not None
-    found = [schedule.tiles, schedule.worker_offsets]
-    if block_mask is not None:  # the list is None where nothing has any work
-        found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
-    return found
+    return schedule.operands()
 
 
 def plan_pair_backward(
@@ -209,8 +204,7 @@ def plan_pair_backward(
         rows=rows,
         q_rows=q_rows,
     )
-    assert schedule.worker_offsets is not None
-    return [schedule.tiles, schedule.worker_offsets]
+    return schedule.operands()
 
 
 def plan_wide_backward(
@@ -240,8 +234,8 @@ def plan_wide_backward(
             q_len=q_len,
             heads=heads if by_query else problem.kv_heads,
             group=config.group,
-            block_q=wide.ANCHORED if by_query else wide.STREAMED,
-            block_kv=wide.STREAMED if by_query else wide.ANCHORED,
+            block_q=wide.STAYING if by_query else wide.STREAMED,
+            block_kv=wide.STREAMED if by_query else wide.STAYING,
             workers=heads * config.workers if shares else processors,
             left=problem.left,
             right=problem.right,
@@ -250,8 +244,5 @@ def plan_wide_backward(
             q_rows=q_rows,
             **mask,
         )
-        assert schedule.worker_offsets is not None
-        found += [schedule.tiles, schedule.worker_offsets]
-        if block_mask is not None:  # the list is None where nothing has any work
-            found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
+        found += schedule.operands()
     return found

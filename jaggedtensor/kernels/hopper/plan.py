@@ -66,13 +66,7 @@ def plan_forward(
         q_rows=q_rows,
         **mask,
     )
-    assert schedule.worker_offsets is not None
-    found = [schedule.tiles, schedule.worker_offsets]
-    if splits:
-        found.append(schedule.merges)
-    if block_mask is not None:  # the list is None where nothing has any work
-        found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
-    return found
+    return [*schedule.operands(), schedule.merges] if splits else schedule.operands()  # no mask where tiles are cut
 
 
 def backward_lacks(problem: AttentionProblem) -> list[str]:
@@ -105,8 +99,7 @@ def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows:
         workers=config.workers,
         rows=rows,
     )
-    assert schedule.worker_offsets is not None
-    return [schedule.tiles, schedule.worker_offsets, schedule.merges]
+    return [*schedule.operands(), schedule.merges]
 
 
 def plan_general_backward(
@@ -132,5 +125,4 @@ def plan_general_backward(
         rows=rows,
         q_rows=q_rows,
     )
-    assert schedule.worker_offsets is not None
-    return [schedule.tiles, schedule.worker_offsets]
+    return schedule.operands()

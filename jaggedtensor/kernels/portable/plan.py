@@ -55,12 +55,12 @@ def plan(
 
     def dynamic(axis: TileAxis, tiling: Tiling) -> list[Tensor]:
         """The longest first, whoever is free: one program for each tile."""
-        return tensors(schedule(ScheduleKind.DYNAMIC, axis, tiling, problem.kv_heads))
+        return schedule(ScheduleKind.DYNAMIC, axis, tiling, problem.kv_heads).operands()
 
     def shares(tiling: Tiling, lines: int) -> list[Tensor]:
         # A mask lets the q blocks of a sequence see different keys: then tiles tell which of them they are of.
         axis = TileAxis.KEY if block_mask is None else TileAxis.QUERY
-        return tensors(schedule(ScheduleKind.STREAM_K, axis, tiling, lines, lines * tiling.workers))
+        return schedule(ScheduleKind.STREAM_K, axis, tiling, lines, lines * tiling.workers).operands()
 
     forward = dynamic(TileAxis.QUERY, forward_config.select(problem))
     if not train:
@@ -74,13 +74,3 @@ def plan(
     if problem.query is QueryKind.BROADCAST:
         return forward, [*backward, *shares(config.queries, problem.kv_heads * config.queries.q_blocks)]
     return forward, [*backward, *dynamic(TileAxis.QUERY, config.queries)]
-
-
-def tensors(schedule: TileSchedule) -> list[Tensor]:
-    """Tiles, worker offsets if there are workers, and the list of blocks if there is a mask."""
-    found = [schedule.tiles]
-    if schedule.worker_offsets is not None:
-        found.append(schedule.worker_offsets)
-    if schedule.request.mask is not None:  # the list is None where nothing has any work
-        found.append(schedule.tiles.new_empty(0) if schedule.blocks is None else schedule.blocks)
-    return found
