@@ -261,7 +261,13 @@ HOPPER = (
         partial(hopper_forward, q_len=128, dim=128),
         compiled=("broadcast 128", "sm_90", "forward"),
     ),
-    Kernel("fwd, 256 rows for all", H200, partial(hopper_forward, q_len=256, dim=128, n=128), misses=0.5),
+    Kernel(
+        "fwd, 256 rows for all",
+        H200,
+        partial(hopper_forward, q_len=256, dim=128, n=128),
+        misses=0.5,
+        compiled=("broadcast 128, 256 rows, much", "sm_90", "forward"),
+    ),
     Kernel("fwd, 32 rows for all", H200, partial(hopper_forward, q_len=32, dim=128, ctas=2), workers=2),
     Kernel("fwd, 128 rows for all, D 64", H200, partial(hopper_forward, q_len=128, dim=64, ctas=2), workers=2),
     Kernel(
@@ -269,7 +275,7 @@ HOPPER = (
         H200,
         partial(hopper_forward, q_len=None, dim=128, n=128),
         misses=0.1,
-        compiled=("jagged 128", "sm_90", "forward"),
+        compiled=("jagged 128, much", "sm_90", "forward"),
     ),
     Kernel(
         "bwd, 128 rows for all",
