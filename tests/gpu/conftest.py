@@ -2,10 +2,12 @@
 but not the tests that come after. A child takes a few tests of a file, and several children run at a time, so that they
 compile side by side; where there are several GPUs, each child begins with another one.
 
-    python -m pytest tests/gpu                              # all
+    python -m pytest tests/gpu --durations 20                        # all, and which took longest
+    timeout 120 python -m pytest tests/gpu                           # as many as that allows, and which are missing
     JAGGEDTENSOR_GPU_CHILD=0 python -m pytest tests/gpu -k stride    # in this process, for a debugger or a sanitizer
 
-A test may say that it takes longer than two minutes: `@pytest.mark.limit(seconds)`.
+A test may say that it takes longer than two minutes, `@pytest.mark.limit(seconds)`, and that it measures time,
+`@pytest.mark.alone`: it runs last, with no other test beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,6 @@ HERE = Path(__file__).parent
 CHILD = "JAGGEDTENSOR_GPU_CHILD"  # the number of the pipe that a child reports to
 AT_A_TIME = max(2, (os.cpu_count() or 1) * 3 // 4)
 FEW = 16  # tests of a child
-ALONE = ("test_schedules_gpu.py", "test_speed_gpu.py")  # which measure time
 LIMIT = 120.0  # seconds for a test, compilation included
 START = 120.0  # seconds until the first test
 SPOILED = 77  # status of a child whose GPU has faulted: nothing more can be learned from it
@@ -40,6 +42,7 @@ SPOILED = 77  # status of a child whose GPU has faulted: nothing more can be lea
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): how long the watchdog of GPU tests waits")
+    config.addinivalue_line("markers", "alone: a GPU test that measures time")
     if int(os.environ.get(CHILD, 0)):
         config.pluginmanager.register(_Child(config, int(os.environ[CHILD])))
 
@@ -69,35 +72,89 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         return (yield)
     mine = [item for item in session.items if HERE in item.path.parents]
     session.items = [item for item in session.items if HERE not in item.path.parents]
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in mine:
-        files.setdefault(item.path, []).append(item)
+    tally = _Tally(mine)
+    session.config.pluginmanager.register(tally)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # of `timeout`, say
     try:
         result = yield  # whatever is not in this folder
-        for several in (True, False):
-            _run_files(session, [items for path, items in files.items() if (path.name not in ALONE) == several])
+        for alone in (False, True):
+            _run_all(session, [item for item in mine if _is_alone(item) == alone], tally, 1 if alone else AT_A_TIME)
     finally:
-        for child in _CHILDREN:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
+        _CHILDREN.kill()
+        signal.signal(signal.SIGTERM, before)
     return result
 
 
-_CHILDREN: list[subprocess.Popen[bytes]] = []
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
-def _run_files(session: pytest.Session, files: list[list[pytest.Item]]) -> None:
-    """Run files side by side, and hand on their reports as they come."""
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+class _Children:
+    """Those that run; none after `kill`."""
+
+    def __init__(self) -> None:
+        self.all: list[subprocess.Popen[bytes]] = []
+        self.over, self.lock = False, threading.Lock()
+
+    def start(self, *args: Any, **options: Any) -> subprocess.Popen[bytes] | None:
+        with self.lock:
+            if self.over:
+                return None
+            self.all.append(subprocess.Popen(*args, **options))
+            return self.all[-1]
+
+    def kill(self) -> None:
+        with self.lock:
+            self.over = True
+            for child in self.all:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+
+
+_CHILDREN = _Children()
+
+
+class _Tally:
+    """How many tests of each file have run: said when a file is through, and at the end."""
+
+    def __init__(self, items: list[pytest.Item]) -> None:
+        self.waiting = Counter(item.path.name for item in items)
+        self.seconds: Counter[str] = Counter()
+        self.count, self.done = len(items), 0
+
+    def add(self, item: pytest.Item) -> None:
+        name, reporter = item.path.name, item.config.pluginmanager.get_plugin("terminalreporter")
+        self.waiting[name] -= 1
+        self.done += 1
+        if not self.waiting[name] and reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(
+                f"{name}: through, {self.seconds[name]:.0f} s; {self.done} of {self.count} tests in all"
+            )
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        missing = [f"{count} of {name}" for name, count in self.waiting.items() if count]
+        said = f"not run: {', '.join(missing)}" if missing else "none is missing"
+        terminalreporter.write_line(f"tests/gpu: {self.done} of {self.count} tests were run; {said}")
+
+
+def _run_all(session: pytest.Session, items: list[pytest.Item], tally: _Tally, at_a_time: int) -> None:
+    """Run tests, a few of a file to a child, and hand on their reports as they come."""
     waiting: queue.Queue[list[pytest.Item]] = queue.Queue()
-    for items in files:
-        few = len(items) if items[0].path.name in ALONE else FEW
-        for i in range(0, len(items), few):
-            waiting.put(items[i : i + few])
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    for of_file in files.values():
+        for i in range(0, len(of_file), FEW):
+            waiting.put(of_file[i : i + FEW])
     reports: queue.Queue[tuple[pytest.Item, Any]] = queue.Queue()
-    alone = any(items[0].path.name in ALONE for items in files)
-    for number in range(1 if alone else AT_A_TIME):
+    for number in range(at_a_time):
         threading.Thread(target=_serve, args=(waiting, reports, number), daemon=True).start()
-    hook, missing = session.config.hook, {item.nodeid for items in files for item in items}
+    hook, missing = session.config.hook, {item.nodeid for item in items}
     while missing:
         item, data = reports.get()
         if isinstance(data, str):
@@ -107,9 +164,13 @@ def _run_files(session: pytest.Session, files: list[list[pytest.Item]]) -> None:
         if report.when == "setup":
             hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         hook.pytest_runtest_logreport(report=report)
+        tally.seconds[item.path.name] += report.duration
         if report.when == "teardown" or isinstance(data, str):
             missing.discard(item.nodeid)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            tally.add(item)
+            if session.shouldfail:  # -x, --maxfail
+                raise session.Failed(session.shouldfail)
 
 
 def _serve(waiting: queue.Queue[list[pytest.Item]], reports: queue.Queue[tuple[pytest.Item, Any]], number: int) -> None:
@@ -144,7 +205,7 @@ def _run(items: list[pytest.Item], reports: queue.Queue[tuple[pytest.Item, Any]]
         "--rootdir",
         str(items[0].config.rootpath),
     ]
-    child = subprocess.Popen(
+    child = _CHILDREN.start(
         [*command, *by_id],
         cwd=items[0].config.rootpath,
         env={**os.environ, CHILD: str(write), "CUDA_VISIBLE_DEVICES": _gpus(number)},
@@ -153,8 +214,10 @@ def _run(items: list[pytest.Item], reports: queue.Queue[tuple[pytest.Item, Any]]
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    _CHILDREN.append(child)
     os.close(write)
+    if child is None:
+        os.close(read)
+        return []
     said: list[bytes] = []
     assert child.stdout is not None
     listener = threading.Thread(target=said.extend, args=(child.stdout,), daemon=True)

@@ -114,6 +114,7 @@ def test_every_sequence_is_written(batch):
         call.check(got, sample(batch))
 
 
+@pytest.mark.alone
 def test_time_grows_with_the_number_of_sequences_alone():
     """OVF-12: of short ones. Work of the square of their number would take 16 times as long for each."""
 

@@ -253,6 +253,7 @@ def milliseconds(run, repeat=30):
     return statistics.median(times)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("axis", TileAxis)
 @pytest.mark.parametrize("kind", ON_DEVICE)
 def test_building_takes_little_time_of_the_gpu(kind, axis, capsys):
