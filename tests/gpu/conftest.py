@@ -208,7 +208,7 @@ def _run(items: list[pytest.Item], reports: queue.Queue[tuple[pytest.Item, Any]]
     child = _CHILDREN.start(
         [*command, *by_id],
         cwd=items[0].config.rootpath,
-        env={**os.environ, CHILD: str(write), "CUDA_VISIBLE_DEVICES": _gpus(number)},
+        env={"OMP_NUM_THREADS": "2", **os.environ, CHILD: str(write), "CUDA_VISIBLE_DEVICES": _gpus(number)},
         pass_fds=(write,),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
