@@ -1,9 +1,10 @@
-"""Kernels that show what a sanitizer can be trusted with: three that are right, and two with a fault that it must find.
+"""Kernels that show what a sanitizer can be trusted with: three that are right, and three with a fault.
 
 quiet     roles that touch no shared memory of their own
 channel   four warps write by ordinary stores, four read, ordered by mbarriers alone, as our kernels do it
 narrow    the same, but one warp writes
 hasty     as `channel`, but the reader does not wait the last time: a race
+careless  a role reads what another writes, and nothing is between them: a race
 overrun   a store past the end of an allocation
 """
 
@@ -75,6 +76,25 @@ def channel_kernel(x, out, SIZE: gl.constexpr, ROUNDS: gl.constexpr, WARPS: gl.c
 
 
 @gluon.jit
+def take_role(out, buffer, SIZE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    gl.store(out + gl.arange(0, SIZE, layout), buffer.load(layout))
+
+
+@gluon.jit
+def put_role(x, buffer, SIZE: gl.constexpr):
+    lanes = gl.arange(0, SIZE, gl.BlockedLayout([2], [32], [4], [0]))
+    buffer.store(gl.load(x + lanes))
+
+
+@gluon.jit
+def careless_kernel(x, out, SIZE: gl.constexpr):
+    """out fp32 [SIZE] = x fp32 [SIZE], or what was in the buffer before."""
+    buffer = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([(take_role, (out, buffer, SIZE)), (put_role, (x, buffer, SIZE))], [4], [24])
+
+
+@gluon.jit
 def overrun_kernel(x, SIZE: gl.constexpr):
     lanes = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [4], [0]))
     gl.store(x + lanes, gl.zeros([SIZE], gl.float32, lanes.type.layout))
@@ -100,6 +120,12 @@ def narrow() -> None:
 
 def hasty() -> None:
     channel(hasty=True)
+
+
+def careless() -> None:
+    x, out = torch.randn(SIZE, device="cuda"), torch.empty(SIZE, device="cuda")
+    careless_kernel[(8,)](x, out, SIZE)
+    torch.cuda.synchronize()
 
 
 def overrun() -> None:

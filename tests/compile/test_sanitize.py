@@ -113,3 +113,23 @@ def test_reports_of_other_lines_count(sanitize):
     assert not sanitize.of_the_compiler(report(first - 100, first))
     assert not sanitize.of_the_compiler(report(first))
     assert not sanitize.of_the_compiler(report(first, first, first - 100))
+
+
+def test_a_fault_that_a_tool_must_find_is_an_error_where_it_does_not(sanitize):
+    def fine(tool, name, verdict="0.1 s: right", *reports):
+        return sanitize.Finding(name, verdict, list(reports)).is_fine(tool)
+
+    race = "Error: Race reported between Write access at kernel+0x10 in nowhere.py:3 and Read access"
+    assert fine("racecheck", "hopper, 20 rows for all")
+    assert not fine("racecheck", "hopper, 20 rows for all", "0.1 s: right", race)
+    assert not fine("racecheck", "hopper, 20 rows for all", "0.1 s: AssertionError: out")
+    assert not fine("racecheck", "hopper, 20 rows for all", "did not finish")
+    assert fine("racecheck", "careless", "0.1 s: right", race)
+    assert not fine("racecheck", "careless")
+    assert fine("racecheck", "hasty")
+    assert fine("racecheck", "hasty", "0.1 s: right", race)
+    assert not fine("consan", "hasty")
+    assert fine("consan", "hasty", "0.1 s: AcceleratorError: device-side assert")
+    assert fine("racecheck", "narrow", "0.1 s: right", race)
+    assert not fine("consan", "narrow", "0.1 s: AcceleratorError: device-side assert")
+    assert set(sanitize.WRONG) == {name for tool in sanitize.FAULTS.values() for name in tool}
