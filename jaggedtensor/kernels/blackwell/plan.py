@@ -38,6 +38,15 @@ def lacks(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
+def _seen(
+    problem: AttentionProblem, query: JaggedLayout | None, rows: int, q_rows: int, block_mask: Tensor | None = None
+) -> dict[str, Any]:
+    """What the schedules of a problem are all told: which queries there are, and what they see."""
+    q_len = problem.q_len if query is None else query
+    seen = dict(q_len=q_len, left=problem.left, right=problem.right, rows=rows, q_rows=q_rows)
+    return seen if block_mask is None else seen | dict(mask=block_mask, mask_block=MASK_BLOCK)
+
+
 def plan_forward(
     problem: AttentionProblem,
     keys: JaggedLayout,
@@ -52,27 +61,19 @@ def plan_forward(
     CTA for each multiprocessor. Where CTAs ask for the next one, their count in place of worker offsets. Where a few
     tiles are all there is to do, equal shares of all blocks, and the merges of tiles that are cut."""
     config = select(problem)
-    q_len = problem.q_len if query is None else query
-    assert q_len is not None
-    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
     workers = problem.device.processors
     splits = not config.answers and block_mask is None and query is None
     lines = problem.kv_heads * config.q_blocks  # tiles of each sequence
     splits = splits and CUTS.pay(keys, workers=workers, lines=lines, block_n=config.block_n)
     schedule = keys.schedule(
         ScheduleKind.STREAM_K if splits else ScheduleKind.DYNAMIC if config.answers else ScheduleKind.ZIGZAG,
-        q_len=q_len,
         heads=problem.kv_heads,
         group=config.group,
         block_q=config.block_m,
         block_kv=config.block_n,
         workers=workers,
-        left=problem.left,
-        right=problem.right,
         tile_cost=config.tile_cost,
-        rows=rows,
-        q_rows=q_rows,
-        **mask,
+        **_seen(problem, query, rows, q_rows, block_mask),
     )
     owners = schedule.count if config.answers else schedule.worker_offsets
     assert owners is not None
@@ -160,25 +161,17 @@ def plan_general_backward(
     longest first; one after the other where dQ is added in the order of the keys; and where each CTA has a share of dQ,
     in equal ranges of those of a head."""
     config = general.select(problem)
-    q_len = problem.q_len if query is None else query
-    assert q_len is not None
     kind = ScheduleKind.ROUND_ROBIN if config.ordered else ScheduleKind.ZIGZAG
-    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
     schedule = keys.schedule(
         ScheduleKind.STREAM_K if config.workers else kind,
         axis=TileAxis.KEY,
-        q_len=q_len,
         heads=problem.kv_heads,
         group=problem.group,
         block_q=general.ROWS,
         block_kv=config.block_n,
         workers=problem.kv_heads * config.workers if config.workers else problem.device.processors,
-        left=problem.left,
-        right=problem.right,
         tile_cost=2,
-        rows=rows,
-        q_rows=q_rows,
-        **mask,
+        **_seen(problem, query, rows, q_rows, block_mask),
     )
     return schedule.operands()
 
@@ -187,22 +180,16 @@ def plan_pair_backward(
     problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
 ) -> list[Tensor]:
     """Blocks of keys with the query blocks that see them, dealt as in forward to pairs of CTAs."""
-    q_len = problem.q_len if query is None else query
-    assert q_len is not None
     schedule = keys.schedule(
         ScheduleKind.ZIGZAG,
         axis=TileAxis.KEY,
-        q_len=q_len,
         heads=problem.kv_heads,
         group=problem.group,
         block_q=pair.ROWS,
         block_kv=pair.KEYS,
         workers=max(1, problem.device.processors // 2),
-        left=problem.left,
-        right=problem.right,
         tile_cost=2,
-        rows=rows,
-        q_rows=q_rows,
+        **_seen(problem, query, rows, q_rows),
     )
     return schedule.operands()
 
@@ -219,11 +206,8 @@ def plan_wide_backward(
     a mask each has its list of blocks. Dealt back and forth, the longest first; where each CTA has a share of dQ, in
     equal ranges of those of a head."""
     config = wide.select(problem, wide.Gradient.QUERY)
-    q_len = problem.q_len if query is None else query
-    assert q_len is not None
     heads = problem.q_heads // config.group
     processors = problem.device.processors
-    mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
     found = []
     for axis in (TileAxis.QUERY, TileAxis.KEY):
         by_query = axis is TileAxis.QUERY
@@ -231,18 +215,13 @@ def plan_wide_backward(
         schedule = keys.schedule(
             ScheduleKind.STREAM_K if shares else ScheduleKind.ZIGZAG,
             axis=axis,
-            q_len=q_len,
             heads=heads if by_query else problem.kv_heads,
             group=config.group,
             block_q=wide.STAYING if by_query else wide.STREAMED,
             block_kv=wide.STREAMED if by_query else wide.STAYING,
             workers=heads * config.workers if shares else processors,
-            left=problem.left,
-            right=problem.right,
             tile_cost=2,
-            rows=rows,
-            q_rows=q_rows,
-            **mask,
+            **_seen(problem, query, rows, q_rows, block_mask),
         )
         found += schedule.operands()
     return found
