@@ -303,6 +303,7 @@ class JaggedLayout:
         mask: Mask | None = None,
         mask_block: int = 0,
         tile_cost: int = 0,
+        cut_last_round: int = 0,
         rows: int | None = None,
         q_rows: int | None = None,
     ) -> TileSchedule:
@@ -332,6 +333,9 @@ class JaggedLayout:
                 `[B, q blocks, kv blocks]` or `[1, ...]` for all; the blocks of the schedule must divide its. 0: the
                 mask has the schedule's own blocks.
             tile_cost: what starting a tile costs, in KV blocks, for `STREAM_K` and `LPT` to weigh.
+            cut_last_round: for `ZIGZAG`: where the host knows that all tiles cost the same, those that are left when
+                each worker has had as many as any other are cut, if at least two parts of so many passing blocks fit
+                in between (0: never). Such a schedule has `slots`.
             rows, q_rows: rows of the values of keys and of a jagged query: bounds for layouts on a GPU whose number of
                 tokens the host does not know. Unused where it does.
 
@@ -365,6 +369,7 @@ class JaggedLayout:
             None if mask is None else Identity(mask),
             tile_cost,
             mask_block,
+            cut_last_round,
         )
         self._check_unchanged()
 

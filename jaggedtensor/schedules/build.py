@@ -8,6 +8,7 @@ import torch
 
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.schedules.deal import Dealt, deal
+from jaggedtensor.schedules.last_round import LastRound
 from jaggedtensor.schedules.stream_k import no_merges, stream_k, stream_k_rows, stream_k_slots
 from jaggedtensor.schedules.types import Mask, Merge, ScheduleKind, ScheduleRequest, Tile, TileSchedule
 from jaggedtensor.schedules.valid_tiles import check_rows, valid_units
@@ -29,7 +30,7 @@ def build(
     """
     device, is_stream_k = layout.device, request.kind is ScheduleKind.STREAM_K
     units = valid_units(request, layout, query, mask, rows, q_rows)
-    merges = torch.empty(0, len(Merge), dtype=torch.int32, device=device)
+    merges, slots = torch.empty(0, len(Merge), dtype=torch.int32, device=device), 0
     if units is None or units.capacity == 0:
         nothing = torch.zeros(request.workers + 1, dtype=torch.int64, device=device)
         offsets = None if request.kind is ScheduleKind.DYNAMIC else nothing
@@ -40,7 +41,10 @@ def build(
         check_rows(stream_k_rows(units.capacity, request))
         dealt, merges = stream_k(units, request)
     else:
-        dealt = deal(units, request)
+        last = LastRound.of(units, request)
+        dealt = deal(units, request, last)
+        if last is not None:
+            merges, slots = last.merges(units, request), last.slots
 
     return TileSchedule(
         request=request,
@@ -50,6 +54,6 @@ def build(
         count=dealt.count.to(torch.int32).reshape(1),
         merges=merges,
         blocks=None if units is None else units.blocks,
-        slots=stream_k_slots(request) if is_stream_k else 0,
+        slots=stream_k_slots(request) if is_stream_k else slots,
         _layout=weakref.ref(layout),
     )

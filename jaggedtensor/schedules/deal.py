@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jaggedtensor.schedules.last_round import LastRound
 from jaggedtensor.schedules.types import ScheduleKind, ScheduleRequest, Tile
 from jaggedtensor.schedules.valid_tiles import Units
 
@@ -39,8 +40,8 @@ class _Hands:
     ends: Tensor
 
 
-def deal(units: Units, request: ScheduleRequest) -> Dealt:
-    """Tiles in an order and with owners, by the kind of the request."""
+def deal(units: Units, request: ScheduleRequest, last: LastRound | None = None) -> Dealt:
+    """Tiles in an order and with owners, by the kind of the request; those of the last round in parts, if it is cut."""
     kind = request.kind
     cost, order = units.cost, None  # of units, in the order of dealing
     if kind in (ScheduleKind.ZIGZAG, ScheduleKind.DYNAMIC, ScheduleKind.LPT):
@@ -53,7 +54,10 @@ def deal(units: Units, request: ScheduleRequest) -> Dealt:
     heads, workers = request.heads // teams, request.workers // teams
     items = units.count * heads
     places = units.capacity * heads
-    if kind is ScheduleKind.CONTIGUOUS:
+    if last is not None:
+        items, places = items + last.more, places + last.more
+        hands = _zigzag(last.costs(units), places, 1, workers, request.tile_cost)
+    elif kind is ScheduleKind.CONTIGUOUS:
         hands = _contiguous(items, places, workers)
     elif kind is ScheduleKind.ROUND_ROBIN:
         hands = _round_robin(items, places, workers)
@@ -68,15 +72,19 @@ def deal(units: Units, request: ScheduleRequest) -> Dealt:
     one = items.clamp(min=1)
     team = tile // one
     inside = tile - team * one
-    unit = hands.places // heads
+    line = hands.places if last is None else last.tiles(hands.places)
+    unit = line // heads
     unit = (unit if order is None else order[unit])[inside]
     head = team * heads
     if heads > 1:
-        head = head + (hands.places % heads)[inside]
+        head = head + (line % heads)[inside]
     owner = team * workers + hands.owners[inside]
     offsets = torch.arange(teams, device=items.device)[:, None] * items + hands.ends[:-1]
     offsets = torch.cat((offsets.flatten(), total[None]))
-    return Dealt(_tiles(units, unit, head, surplus), owner.masked_fill_(surplus, -1), offsets, total)
+    tiles = _tiles(units, unit, head, surplus)
+    if last is not None:
+        last.cut(tiles, team, hands.places[inside], request.axis)
+    return Dealt(tiles, owner.masked_fill_(surplus, -1), offsets, total)
 
 
 def deal_items(cost: Tensor, workers: int, kind: ScheduleKind) -> Tensor:

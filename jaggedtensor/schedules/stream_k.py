@@ -138,7 +138,7 @@ def _parts_of_heads(units: Units, cuts: _Cuts, request: ScheduleRequest) -> tupl
     merges = torch.zeros(request.heads, len(Merge), dtype=torch.int32, device=base.device)
     merges[:, Merge.SEQUENCE] = -1
     merges[:, Merge.HEAD] = number
-    merges[:, Merge.Q_END] = q_blocks(request)
+    merges[:, Merge.END] = q_blocks(request)
     merges[:, Merge.SLOT] = begins[:-1]
     merges[:, Merge.PARTS] = begins.diff()
     return base, merges
@@ -156,5 +156,5 @@ def no_merges(request: ScheduleRequest, device: torch.device) -> Tensor:
     merges[:, Merge.SEQUENCE] = -1
     if request.axis is TileAxis.KEY:
         merges[:, Merge.HEAD] = torch.arange(rows, device=device)
-        merges[:, Merge.Q_END] = q_blocks(request)
+        merges[:, Merge.END] = q_blocks(request)
     return merges

@@ -64,8 +64,8 @@ class Merge(enum.IntEnum):
 
     SEQUENCE = 0  # -1: of all sequences (the gradient of a broadcast query)
     HEAD = 1
-    Q_BEGIN = 2
-    Q_END = 3
+    BEGIN = 2  # blocks that the result is of: of queries, or of keys where a KV block is cut
+    END = 3
     SLOT = 4
     PARTS = 5  # 0 in surplus rows
 
@@ -126,6 +126,7 @@ class ScheduleRequest:
     mask: Identity | None = None
     tile_cost: int = 0  # what starting a tile costs, in KV blocks: weighed by STREAM_K and LPT
     mask_block: int = 0  # queries, and keys, of a block of the mask; 0: it has the blocks of the schedule
+    cut_last_round: int = 0  # blocks that pass a part of a tile of the last round, at least; 0: tiles are whole
 
     def __post_init__(self) -> None:
         for name, member in (("kind", ScheduleKind), ("axis", TileAxis)):
@@ -135,8 +136,9 @@ class ScheduleRequest:
                     name, f"a {member.__name__}", repr(value), f"one of {', '.join(map(str, member))}", error=TypeError
                 )
         least = dict(
-            block_q=1, block_kv=1, heads=1, group=1, workers=1, q_len=0, left=-1, right=-1, tile_cost=0, mask_block=0
-        )
+            block_q=1, block_kv=1, heads=1, group=1, workers=1, q_len=0, left=-1, right=-1, tile_cost=0, mask_block=0,
+            cut_last_round=0,
+        )  # fmt: skip
         for name, lowest in least.items():
             value = getattr(self, name)
             if name == "q_len" and isinstance(value, Identity):
@@ -145,6 +147,8 @@ class ScheduleRequest:
                 fail(name, "an int", value, error=TypeError)
             if not lowest <= value <= INT32_MAX:
                 fail(name, f"in {lowest}..{INT32_MAX}", value)
+        if self.cut_last_round and self.kind is not ScheduleKind.ZIGZAG:
+            fail("cut_last_round", f"0 for {self.kind}", self.cut_last_round, f"ask for {ScheduleKind.ZIGZAG}")
 
     @property
     def windowed(self) -> bool:
@@ -172,9 +176,10 @@ class TileSchedule:
         worker_offsets: int32 `[workers + 1]`: worker w has the rows `worker_offsets[w]:worker_offsets[w + 1]`. None for
             DYNAMIC: rows are handed out from the first to the last.
         count: int32 `[1]`: rows in use.
-        merges: int32 `[merge capacity, 6]`, columns as in `Merge`: how the partial results of STREAM_K come together.
-            With `TileAxis.QUERY` a row for each q block that is cut. With `TileAxis.KEY` a row for each head: a worker
-            has one slot for all its tiles of a head (where dQ of a broadcast query accumulates). Empty for other kinds.
+        merges: int32 `[merge capacity, 6]`, columns as in `Merge`: how partial results come together. Of STREAM_K with
+            `TileAxis.QUERY` a row for each q block that is cut; with `TileAxis.KEY` a row for each head: a worker has
+            one slot for all its tiles of a head (where dQ of a broadcast query accumulates). Of ZIGZAG a row for each
+            tile of a last round that is cut. Empty otherwise.
         blocks: int32, or None without a mask. With one, `KV_BEGIN:KV_END` (for `TileAxis.KEY`: `Q_BEGIN:Q_END`) are
             places in this list of blocks, which has a hole where the mask is false.
         slots: number of scratch rows that partial results need, at most.

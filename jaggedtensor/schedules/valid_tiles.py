@@ -8,7 +8,7 @@ not for their size, hence arithmetic like `x * flag` and in-place fills: `torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ _TIGHTER = "use larger blocks, or declare max_length and the number of tokens mo
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the host knows of a layout without asking a GPU: `tokens` in all, none of the sequences over `longest`."""
+    """What the host knows of a layout without asking a GPU: `tokens` in all, none of the sequences over `longest`, and
+    whether all are as long as each other."""
 
     tokens: int
     longest: int
+    equal: bool = False
 
     @classmethod
     def of(cls, layout: JaggedLayout, rows: int | None, name: str) -> Bounds:
@@ -47,7 +49,10 @@ class Bounds:
                 "or validate the layout, or make it with JaggedLayout.with_capacity",
             )
         longest = layout.max_length if layout.lengths_on_host else layout.known_max_length
-        return cls(tokens, tokens if longest is None else min(longest, tokens))
+        equal = False
+        if not torch.compiler.is_compiling() and layout.longest_on_host is not None:
+            equal = layout.longest_on_host * layout.batch_size == layout.known_num_tokens
+        return cls(tokens, tokens if longest is None else min(longest, tokens), equal)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Units:
     weight: Tensor | None  # int64 [capacity + 1], what each of its KV blocks costs; None: 1
     count: Tensor  # int64, no dimension
     blocks: Tensor | None = None  # int32, the list that a mask makes
+    each: int = 0  # blocks that pass each unit, where the host knows that all of `capacity` are alike
 
     @property
     def capacity(self) -> int:
@@ -113,7 +119,7 @@ def valid_units(
         side = _Side(_lengths(query), Bounds.of(query, q_rows, "q_rows"), request.group, request.block_q)
     else:
         assert isinstance(request.q_len, int)
-        bounds = Bounds(request.q_len * batch, request.q_len)
+        bounds = Bounds(request.q_len * batch, request.q_len, True)
         side = _Side(request.q_len, bounds, request.group, request.block_q)
     for name, one in (("keys", key), ("queries", side)):
         if one.bounds.longest * one.per_token > INT32_MAX:
@@ -132,7 +138,10 @@ def valid_units(
     if mask is None and _passes_alike(request, side):
         return _units_of_whole_sequences(stays, passes, ahead, batch)
     units = _units(request.axis, stays, passes, back, ahead, capacity, batch)
-    return units if mask is None else _with_holes(units, request, mask, stays, passes, batch)
+    if mask is not None:
+        return _with_holes(units, request, mask, stays, passes, batch)
+    alike = key.bounds.equal and side.bounds.equal and not request.windowed
+    return replace(units, each=passes.most_blocks) if alike else units
 
 
 def check_rows(rows: int) -> None:

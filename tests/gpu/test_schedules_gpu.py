@@ -85,6 +85,23 @@ def test_gpu_and_cpu_build_the_same(kind, axis, options):
 
 
 @pytest.mark.parametrize("axis", TileAxis)
+def test_a_last_round_is_cut_as_on_a_cpu_and_the_host_does_not_wait(axis):
+    lengths = torch.full((8,), 4096)
+    cpu, gpu = (JaggedLayout(offsets_of(lengths, device)) for device in ("cpu", "cuda"))
+    common = dict(heads=16, workers=132, block_q=64, axis=axis, tile_cost=2, cut_last_round=4)
+    on_cpu = cpu.schedule(ScheduleKind.ZIGZAG, q_len=cpu, **common)
+    assert on_cpu.slots == 64
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_gpu = gpu.schedule(ScheduleKind.ZIGZAG, q_len=gpu, **common)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert on_gpu.slots == on_cpu.slots
+    assert_same(on_gpu, on_cpu)
+
+
+@pytest.mark.parametrize("axis", TileAxis)
 @pytest.mark.parametrize("kind", ON_DEVICE)
 def test_the_host_never_waits(kind, axis):
     lengths = drawn(300, 500)
