@@ -6,8 +6,8 @@ compile side by side; where there are several GPUs, each child begins with anoth
     timeout 120 python -m pytest tests/gpu                           # as many as that allows, and which are missing
     JAGGEDTENSOR_GPU_CHILD=0 python -m pytest tests/gpu -k stride    # in this process, for a debugger or a sanitizer
 
-A test may say that it takes longer than two minutes, `@pytest.mark.limit(seconds)`, and that it measures time,
-`@pytest.mark.alone`: it runs last, with no other test beside it.
+A test may say that it takes long, `@pytest.mark.limit(seconds)`: it begins first, in a child of its own. And that it
+measures time, `@pytest.mark.alone`: it runs last, with no other test beside it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ def _run_all(session: pytest.Session, items: list[pytest.Item], tally: _Tally, a
     waiting: queue.Queue[list[pytest.Item]] = queue.Queue()
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        files.setdefault(item.path, []).append(item)
+        if item.get_closest_marker("limit") is not None:
+            waiting.put([item])
+        else:
+            files.setdefault(item.path, []).append(item)
     for of_file in files.values():
         for i in range(0, len(of_file), FEW):
             waiting.put(of_file[i : i + FEW])

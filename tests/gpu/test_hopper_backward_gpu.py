@@ -96,6 +96,7 @@ def general_calls():
     ]
 
 
+@pytest.mark.limit(300)
 @pytest.mark.parametrize("make", [broadcast_calls, general_calls])
 def test_the_same_bits_in_shuffled_repeats_beside_other_work(make):
     """EMP-07: CTAs that wait for each other neither hang nor change a bit, whatever ran before."""

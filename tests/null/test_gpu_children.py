@@ -73,18 +73,20 @@ def test_each_test_runs_once_and_those_that_measure_time_alone(run, tmp_path):
         many="@pytest.mark.parametrize('i', range(40))\ndef test_many(i):\n    time.sleep(0.02)\n",
         mixed="""
 def test_any(): pass
+@pytest.mark.limit(9)
+def test_long(): pass
 @pytest.mark.alone
 @pytest.mark.parametrize("i", range(3))
 def test_it(i): pass
 """,
     )
     assert status == 0, said
-    assert "44 passed" in said
-    assert re.search(r"test_many.py: through, \d+ s; 4[01] of 44 tests in all", said)
-    assert re.search(r"test_mixed.py: through, \d+ s; 44 of 44 tests in all", said)
-    assert "tests/gpu: 44 of 44 tests were run; none is missing" in said
+    assert "45 passed" in said
+    assert re.search(r"test_many.py: through, \d+ s; 4[0-2] of 45 tests in all", said)
+    assert re.search(r"test_mixed.py: through, \d+ s; 45 of 45 tests in all", said)
+    assert "tests/gpu: 45 of 45 tests were run; none is missing" in said
     lines = [line.split() for line in (tmp_path / "gpu" / "times").read_text().splitlines()]
-    assert len(lines) == 44
+    assert len(lines) == 45
     alone = [float(begin) for begin, _, is_alone in lines if is_alone == "True"]
     assert len(alone) == 3
     assert min(alone) > max(float(end) for _, end, is_alone in lines if is_alone == "False")
