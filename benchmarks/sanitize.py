@@ -233,8 +233,10 @@ class Finding:
             (sum(map(of_one_warp, self.reports)), "of one warp's stores"),
         ):
             said += [f"{count} {what}"] if count else []
+        missed = self.name in FAULTS.get(tool, ()) and not (self.is_open or self.is_fine(tool))
+        said = said or ["its fault is not found" if missed else "nothing"]
         known = " (not judged)" if self.name in UNSURE.get(tool, ()) else ""
-        return f"{tool:10}{self.name:44}{self.verdict}; {', '.join(said) or 'nothing'}{known}"
+        return f"{tool:10}{self.name:44}{self.verdict}; {', '.join(said)}{known}"
 
 
 @dataclass

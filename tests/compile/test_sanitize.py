@@ -126,6 +126,7 @@ def test_a_fault_that_a_tool_must_find_is_an_error_where_it_does_not(sanitize):
     assert not fine("racecheck", "hopper, 20 rows for all", "did not finish")
     assert fine("racecheck", "careless", "0.1 s: right", race)
     assert not fine("racecheck", "careless")
+    assert "its fault is not found" in sanitize.Finding("careless", "0.1 s: right").line("racecheck")
     assert fine("racecheck", "hasty")
     assert fine("racecheck", "hasty", "0.1 s: right", race)
     assert not fine("consan", "hasty")
