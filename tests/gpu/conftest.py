@@ -1,6 +1,6 @@
 """Tests that need a CUDA GPU run in child processes under a watchdog: a kernel that hangs or faults spoils its process,
 but not the tests that come after. A child takes a few tests of a file, and several children run at a time, so that they
-compile side by side; where there are several GPUs, each child begins with another one.
+compile side by side, no kernel twice; where there are several GPUs, each child begins with another one.
 
     python -m pytest tests/gpu --durations 20                        # all, and which took longest
     timeout 120 python -m pytest tests/gpu                           # as many as that allows, and which are missing
@@ -19,6 +19,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -29,10 +30,12 @@ from typing import Any
 import pytest
 import torch
 
+from jaggedtensor.testing.compile_once import compile_once
 from jaggedtensor.testing.guards import poison_free_memory
 
 HERE = Path(__file__).parent
 CHILD = "JAGGEDTENSOR_GPU_CHILD"  # the number of the pipe that a child reports to
+LOCKS = "JAGGEDTENSOR_GPU_LOCKS"  # the folder by which children agree who compiles a kernel
 AT_A_TIME = max(2, (os.cpu_count() or 1) * 3 // 4)
 FEW = 16  # tests of a child
 LIMIT = 120.0  # seconds for a test, compilation included
@@ -44,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): how long the watchdog of GPU tests waits")
     config.addinivalue_line("markers", "alone: a GPU test that measures time")
     if int(os.environ.get(CHILD, 0)):
+        compile_once(Path(os.environ[LOCKS]))
         config.pluginmanager.register(_Child(config, int(os.environ[CHILD])))
 
 
@@ -75,13 +79,15 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     tally = _Tally(mine)
     session.config.pluginmanager.register(tally)
     before = signal.signal(signal.SIGTERM, _interrupt)  # of `timeout`, say
-    try:
-        result = yield  # whatever is not in this folder
-        for alone in (False, True):
-            _run_all(session, [item for item in mine if _is_alone(item) == alone], tally, 1 if alone else AT_A_TIME)
-    finally:
-        _CHILDREN.kill()
-        signal.signal(signal.SIGTERM, before)
+    with tempfile.TemporaryDirectory(prefix="locks-", ignore_cleanup_errors=True) as locks:
+        os.environ[LOCKS] = locks
+        try:
+            result = yield  # whatever is not in this folder
+            for alone in (False, True):
+                _run_all(session, [item for item in mine if _is_alone(item) == alone], tally, 1 if alone else AT_A_TIME)
+        finally:
+            _CHILDREN.kill()
+            signal.signal(signal.SIGTERM, before)
     return result
 
 
