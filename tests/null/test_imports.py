@@ -21,7 +21,7 @@ LAYERS = [
     ["problem", "kernels.shared", "block_masks"],
     ["schedules"],
     ["layout"],
-    ["schedules.valid_tiles", "schedules.deal", "schedules.stream_k", "schedules.build"],
+    ["schedules.valid_tiles", "schedules.last_round", "schedules.deal", "schedules.stream_k", "schedules.build"],
     ["kernels.cpu", "kernels.portable", "kernels.hopper", "kernels.blackwell", "kernels.emulator"],
     ["kernels.dispatch"],
     ["ops.segment", "ops.reductions", "ops.indexing", "ops.conversions", "ops.reference", "ops.contract"],
