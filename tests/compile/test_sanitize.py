@@ -131,6 +131,7 @@ def test_a_fault_that_a_tool_must_find_is_an_error_where_it_does_not(sanitize):
     assert fine("racecheck", "hasty", "0.1 s: right", race)
     assert not fine("consan", "hasty")
     assert fine("consan", "hasty", "0.1 s: AcceleratorError: device-side assert")
-    assert fine("racecheck", "narrow", "0.1 s: right", race)
-    assert not fine("consan", "narrow", "0.1 s: AcceleratorError: device-side assert")
+    assert fine("racecheck", "channel", "0.1 s: right", race)
+    assert not fine("racecheck", "channel", "0.1 s: AssertionError: out")
+    assert not fine("consan", "channel", "0.1 s: AcceleratorError: device-side assert")
     assert set(sanitize.WRONG) == {name for tool in sanitize.FAULTS.values() for name in tool}
