@@ -25,9 +25,11 @@ from torch import Tensor
 from jaggedtensor.block_masks import mask_of_sequence, visible_through
 from jaggedtensor.ops.attention import _window, attend
 from jaggedtensor.ops.reference import visible_keys
+from jaggedtensor.problem import QueryKind
 from jaggedtensor.tensor import JaggedTensor
 from jaggedtensor.testing.attention import AttentionCase, AttentionResult
 from jaggedtensor.testing.cases import offsets_of
+from jaggedtensor.testing.guards import guarded_allocations
 
 _PART = 128  # rows of a broadcast query after which kernels may round what they have of dK and dV
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 1e-35, torch.float32: 1e-35}  # what underflows, with room
@@ -212,6 +214,13 @@ class Call:
         grads = torch.autograd.grad([out, lse], leaves, [self.grad_out, self.grad_lse])
         return AttentionResult(out.detach(), lse.detach(), *grads)
 
+    def checked(self, backend: str | None, **options: Any) -> AttentionResult:
+        """`run` and `check`; results stand between guards, and what is not written is NaN."""
+        with guarded_allocations():
+            got = self.run(backend, **options)
+        self.check(got)
+        return got
+
     def check(self, got: AttentionResult, sequences: Iterable[int] | None = None) -> None:
         """Assert that results are within their bounds, of the given sequences or of all, and slack rows exactly 0.
 
@@ -273,6 +282,13 @@ class Call:
             assert (got.lse[tokens:] == -math.inf).all(), "lse is not -inf in slack rows"
         for name, rows in slack.items():
             assert torch.equal(rows, torch.zeros_like(rows)), f"{name} is not 0 in slack rows"
+
+
+def query_of(kind: QueryKind, rows: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """What `Call.random` takes for a kind of query: of so many rows, or with lengths of its own."""
+    if kind is QueryKind.JAGGED:
+        return {"query": lengths}
+    return {"query": rows, "per_sequence": kind is QueryKind.PER_SEQUENCE}
 
 
 def check_attention(

@@ -11,7 +11,7 @@ from torch import nn
 from jaggedtensor import JaggedLayout, JaggedTensor
 from jaggedtensor.problem import QueryKind
 from jaggedtensor.testing import offsets_of
-from jaggedtensor.testing.bounds import Call
+from jaggedtensor.testing.bounds import Call, query_of
 from jaggedtensor.testing.guards import embedded, guarded_allocations
 
 BACKEND = os.environ.get("JAGGEDTENSOR_TEST_BACKEND", "portable")
@@ -20,18 +20,9 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-def query_of(kind, length, lengths):
-    if kind is QueryKind.JAGGED:
-        return {"query": lengths}
-    return {"query": length, "per_sequence": kind is QueryKind.PER_SEQUENCE}
-
-
 def check(call):
     """Results are compared bit by bit here."""
-    with guarded_allocations():
-        got = call.run(BACKEND, deterministic=True)
-    call.check(got)
-    return got
+    return call.checked(BACKEND, deterministic=True)
 
 
 def assert_equal_bits(got, wanted):

@@ -10,8 +10,8 @@ import torch
 from jaggedtensor import JaggedTensor
 from jaggedtensor.problem import QueryKind
 from jaggedtensor.testing import offsets_of
-from jaggedtensor.testing.bounds import Call
-from jaggedtensor.testing.guards import guarded_allocations, poison_free_memory
+from jaggedtensor.testing.bounds import Call, query_of
+from jaggedtensor.testing.guards import poison_free_memory
 
 BACKEND = os.environ.get("JAGGEDTENSOR_TEST_BACKEND", "portable")
 portable_only = pytest.mark.skipif(BACKEND != "portable", reason="asks the portable kernels for their blocks")
@@ -19,17 +19,8 @@ KINDS = list(QueryKind)
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
-def query_of(kind, length, lengths):
-    if kind is QueryKind.JAGGED:
-        return {"query": lengths}
-    return {"query": length, "per_sequence": kind is QueryKind.PER_SEQUENCE}
-
-
 def check(call, **options):
-    with guarded_allocations():
-        got = call.run(BACKEND, **options)
-    call.check(got)
-    return got
+    return call.checked(BACKEND, **options)
 
 
 def same_bits(first, second):
@@ -179,7 +170,7 @@ def test_the_first_call_of_a_process_gives_what_later_ones_do():
     """TUN-01: nothing is tuned at a user's first call."""
     code = f"""
 import torch
-from jaggedtensor.testing.bounds import Call
+from jaggedtensor.testing.bounds import Call, query_of
 for lengths, query in (((300, 0, 5), 20), ((64,), (64,)), ((1, 1), 1), ((129, 7), 200), ((500,), (3,))):
     call = Call.random(lengths, query)
     first = call.run({BACKEND!r})

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from jaggedtensor.problem import QueryKind
-from jaggedtensor.testing.bounds import Call
-from jaggedtensor.testing.guards import guarded_allocations
+from jaggedtensor.testing.bounds import Call, query_of
 
 BACKEND = os.environ.get("JAGGEDTENSOR_TEST_BACKEND", "portable")
 KINDS = list(QueryKind)
@@ -16,18 +15,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 def check(call, **options):
-    """Results stand between guards, and what is not written is NaN."""
-    with guarded_allocations():
-        got = call.run(BACKEND, **options)
-    call.check(got)
-    return got
-
-
-def query_of(kind, length, lengths):
-    """The arguments of `Call.random` for a kind of query."""
-    if kind is QueryKind.JAGGED:
-        return {"query": lengths}
-    return {"query": length, "per_sequence": kind is QueryKind.PER_SEQUENCE}
+    return call.checked(BACKEND, **options)
 
 
 # -- ends of blocks --------------------------------------------------------------------------------------------------
