@@ -144,6 +144,28 @@ def test_reductions_of_several_programs_add_up_but_stores_race():
         assert emulate(twice_kernel, (3,), desc, num_warps=4, order=order, ADD=False).status == "race"
 
 
+@gluon.jit
+def older_kernel(target, raw, out):
+    staging = gl.allocate_shared_memory(gl.float32, [16, 32], FULL)
+    staging.store(gl.full([16, 32], 1, gl.float32, BLOCKED))
+    fence_async_shared()
+    tma.async_store(target, [0, 0], staging)
+    tma.async_store(target, [16, 0], staging)
+    tma.store_wait(0)
+    tma.store_wait(1, read_only=False)
+    gl.store(out, gl.load(raw))
+    tma.store_wait(0, read_only=False)
+
+
+def test_of_two_stores_the_older_one_is_waited_for_even_if_the_newer_one_is_there():
+    for order in ORDERS:
+        for seed in range(8):
+            target, out = torch.zeros(32, 32), torch.zeros(1)
+            desc = TensorDescriptor.from_tensor(target, [16, 32], FULL.value)
+            emulate(older_kernel, (1,), desc, target, out, num_warps=4, order=order, seed=seed).raise_if_bad()
+            assert out == 1
+
+
 # wgmma --------------------------------------------------------------------------------------------------------------
 
 

@@ -189,12 +189,13 @@ def tma_store_wait(pendings, read_only=True):
     read_only=False, their results are visible too."""
     role = current()
     steps = 1 if read_only else 2
-    must = role.stores[: len(role.stores) - pendings] if pendings else list(role.stores)
+    must = role.stores[: max(len(role.stores) - pendings, 0)]
     role.stats.waits += 1
     role.wait_until(lambda: all(op.done >= steps for op in must), f"its stores, all but {pendings}")
     for operation in must:
         join(role.clock, operation.clock)
-    role.stores = [op for op in role.stores if op not in must or op.done < 2]
+    while role.stores and role.stores[0].done >= 2:  # later ones stay: `pendings` counts them in the order of issue
+        role.stores.pop(0)
     after = tuple(op.event.number for op in must)
     role.cluster.event(role, "store wait", 0, (), after, role.chain()).name = "" if read_only else "written"
 
