@@ -13,7 +13,7 @@ def delta_of(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
     batch, length, heads, dim = out.shape
     delta = out.new_empty(batch, heads, length, dtype=torch.float32)
     if delta.numel():
-        block = 64
+        block = 16  # many small programs read faster than few large ones
         delta_kernel[(triton.cdiv(batch * length * heads, block),)](
             out, grad_out, grad_lse, delta, batch * length * heads, length, heads,
             out.stride()[:3], grad_out.stride()[:3], None if grad_lse is None else grad_lse.stride(),
