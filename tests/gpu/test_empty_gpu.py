@@ -53,7 +53,6 @@ def test_no_sequences_or_no_queries(k_lengths, query):
     check(Call.random(k_lengths, query, heads=(10, 10), dtype=torch.float16))
 
 
-@pytest.mark.limit(120)
 @pytest.mark.parametrize("dim", [128, 192])
 def test_keyless_sequences_among_others_in_any_order(dim):
     """EMP-07: the same bits each of 50 times."""

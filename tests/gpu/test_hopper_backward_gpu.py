@@ -9,9 +9,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.dispatch import by_name
-from jaggedtensor.kernels.hopper.plan import backward_lacks
+from jaggedtensor.kernels.hopper.plan import backward_lacks, plan_general_backward
 from jaggedtensor.problem import AttentionProblem, QueryKind
+from jaggedtensor.testing import offsets_of
 from jaggedtensor.testing.bounds import Call
 from jaggedtensor.testing.guards import guarded_allocations
 
@@ -80,6 +82,25 @@ def test_queries_of_each_sequence(query, heads, window, deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_queries_of_each_sequence_in_other_dimensions(dims, deterministic):
     check(Call.random(LENGTHS, OTHERS, heads=(4, 2), dims=dims, causal=True, slack=5, deterministic=deterministic))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "query", "heads", "dims"),
+    [(1, 4000, None, (2, 2), (128, 128)), (3, 1100, 2050, (4, 2), (72, 104)), (3, 2048, None, (4, 4), (64, 64))],
+)
+def test_parts_of_tiles_of_a_last_round(batch, length, query, heads, dims):
+    """Sequences that are all as long: the schedule has merges."""
+    keys = JaggedLayout(offsets_of((length,) * batch).cuda())
+    queries = keys if query is None else JaggedLayout(offsets_of((query,) * batch).cuda())
+    x = torch.empty(1, heads[0], dims[0], device="cuda", dtype=torch.bfloat16)
+    k, v = (x.new_empty(1, heads[1], dim) for dim in dims)
+    problem = AttentionProblem.of(x, k, v, queries.offsets(), -1, -1, False)
+    rows = (keys.num_tokens, queries.num_tokens)
+    assert len(plan_general_backward(problem, keys, queries, *rows)) == 3
+    call = Call.random((length,) * batch, (query or length,) * batch, heads=heads, dims=dims, slack=5)
+    first, again = check(call), call.run("hopper")
+    for one, other in zip(first[3:], again[3:], strict=True):  # dQ alone is added in no order
+        assert torch.equal(one, other)
 
 
 def broadcast_calls():

@@ -35,7 +35,6 @@ def test_many_short_sequences(batch):
 
 
 @memory(60)
-@pytest.mark.limit(120)
 @pytest.mark.parametrize("dim", [16, 128])
 @pytest.mark.parametrize("batch", [399, 400])
 def test_queries_times_rounded_dimensions(batch, dim):
@@ -45,7 +44,6 @@ def test_queries_times_rounded_dimensions(batch, dim):
 
 
 @memory(60)
-@pytest.mark.limit(120)
 @pytest.mark.parametrize("sequences", [511, 512, 513])
 def test_offsets_times_strides(sequences):
     """OVF-05: 2^31 elements of the query at 512; int32 offsets give the bits of int64 ones."""
@@ -59,7 +57,6 @@ def test_offsets_times_strides(sequences):
 
 
 @memory(60)
-@pytest.mark.limit(120)
 def test_keys_past_two_to_the_31():
     """Rows of keys, and of their gradients, of a shared query."""
     batch, length = 1100, 2000

@@ -146,7 +146,6 @@ def test_nothing_uninitialised_is_read():
             assert same_bits(one.run(BACKEND, deterministic=True), first)
 
 
-@pytest.mark.limit(120)
 def test_repeats_of_a_backward_pass_with_large_numbers():
     """DET-04."""
     call = Call.random([128] * 300, [2048] * 300, heads=(1, 1), dims=(128, 128), dtype=torch.float16)
@@ -184,7 +183,6 @@ TILES = [(m, n, warps, stages) for m, n in ((16, 16), (32, 64), (64, 32)) for wa
 
 
 @portable_only
-@pytest.mark.limit(120)
 @pytest.mark.parametrize(("m", "n", "warps", "stages"), TILES, ids=str)
 def test_each_configuration_alone(m, n, warps, stages, monkeypatch):
     """TUN-02, TUN-05, DET-04: whatever the blocks, warps and stages; memory is NaN, so nobody fills in for another."""
