@@ -6,9 +6,9 @@ compile side by side, no kernel twice; where there are several GPUs, each child 
     timeout 120 python -m pytest tests/gpu                           # as many as that allows, and which are missing
     JAGGEDTENSOR_GPU_CHILD=0 python -m pytest tests/gpu -k stride    # in this process, for a debugger or a sanitizer
 
-A test may say that it takes longer than two minutes, `@pytest.mark.limit(seconds)`: it begins first, in a child of its own
-(one takes 13 seconds to begin, with 24 side by side). And that it measures time, `@pytest.mark.alone`: it runs last, with no
-other test beside it.
+A test may say that it takes longer than two minutes, `@pytest.mark.limit(seconds)`: it begins first, in a child of its
+own (13 seconds until that begins, with 24 side by side). And that it measures time, `@pytest.mark.alone`: it runs last,
+with no other test beside it.
 """
 
 from __future__ import annotations
