@@ -89,6 +89,10 @@ CASES: dict[str, CompileCase] = {
     ),
     "broadcast 128, tiles asked for": CompileCase(case_of(B, 128), only="sm_100 forward", run=_asking),
     "jagged 128, tiles asked for": CompileCase(case_of(J, 128), only="sm_100 forward", run=_asking),
+    "jagged 128, cut tiles": CompileCase(
+        AttentionCase((2048,), query=J, q_lengths=(2048,), dim=128, value_dim=128, dtype=torch.bfloat16),
+        only="sm_90 backward",
+    ),
     "jagged 128, much": CompileCase(case_of(J, 128), quick=True, only="sm_90 forward", run=_much),
     "jagged 64, much": CompileCase(case_of(J, 64, dtype=FP16), only="sm_90 forward", run=_much),
     "broadcast 128, 256 rows, much": CompileCase(case_of(B, 128, q_length=256), only="sm_90 forward", run=_much),

@@ -43,11 +43,19 @@ def test_no_hot_loop_spills_and_no_product_is_serialised(name, compile_within_ru
 
 
 @pytest.mark.parametrize(
-    "name", ["jagged 128", "jagged 64", "jagged 64, window, groups of 4", "jagged 128, causal, groups of 4"]
+    "name",
+    [
+        "jagged 128",
+        "jagged 128, cut tiles",
+        "jagged 64",
+        "jagged 64, window, groups of 4",
+        "jagged 128, causal, groups of 4",
+    ],
 )
 def test_the_general_kernel_spills_in_no_loop_without_a_mask(name, compile_within_rules):
     (kernel,) = compile_within_rules(name, "sm_90", "backward")
     (consume,) = (role for role in kernel.roles.values() if role.kind == "consume")
+    assert kernel.config.cut == ("cut" in name)
     assert len(consume.loops) == 2
     for loop in consume.loops:
         assert loop.counts["HGMMA"] == (32 if kernel.config.block_d == 128 else 24)

@@ -16,6 +16,7 @@ from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.hopper.attention_bwd import config as configuration
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
+from jaggedtensor.kernels.hopper.attention_bwd.parts import scratch
 from jaggedtensor.kernels.hopper.attention_bwd.total import blocks_of, workspace
 from jaggedtensor.kernels.hopper.plan import plan_general_backward
 from jaggedtensor.kernels.shared.ragged import ragged
@@ -43,6 +44,7 @@ class Case:
     slack: int = 3
     deterministic: bool = False
     packed: bool = False
+    parts: int = 0  # of tiles of the last round, which are cut along their blocks of rows
 
 
 def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
@@ -81,6 +83,22 @@ def take_out(case, held, total, offsets, config):
             total[begin:end, head * case.group : (head + 1) * case.group] = rows
 
 
+def add_parts(case, merges, parts, got_dk, got_dv, ends, scale, config):
+    """Rows of dK and dV whose tiles are cut, of which the kernel itself has written none."""
+    for sequence, head, block, _, slot, count in merges.tolist():
+        begin = ends[sequence] + 128 * block
+        rows = slice(begin, min(begin + 128, ends[sequence + 1]))
+        total = parts[slot : slot + count].sum(0).split([128 * config.block_d, 128 * config.block_dv])
+        total_k, total_v = (
+            x.view(8, -1, 8, 4, 2, 2).permute(0, 4, 2, 1, 3, 5).reshape(128, -1)[: rows.stop - begin] for x in total
+        )
+        assert count == case.parts
+        assert got_dk[rows, head].isnan().all()
+        assert got_dv[rows, head].isnan().all()
+        got_dk[rows, head] = (scale * total_k[:, : case.dim]).to(case.dtype)
+        got_dv[rows, head] = total_v[:, : case.value_dim].to(case.dtype)
+
+
 def run(case: Case, order: str, seed: int):
     generator = torch.Generator().manual_seed(7)
 
@@ -105,7 +123,7 @@ def run(case: Case, order: str, seed: int):
         case.deterministic,
     )
     assert not configuration.lacks(problem)
-    config = replace(configuration.select(problem), packed=case.packed)
+    config = replace(configuration.select(problem), packed=case.packed, cut=bool(case.parts))
     keys, queries = (JaggedLayout.from_lengths(torch.tensor(x)) for x in (case.k_lengths, case.q_lengths))
     q_tokens, k_tokens = sum(case.q_lengths), sum(case.k_lengths)
     q_rows, k_rows = q_tokens + case.slack * case.jagged, k_tokens + case.slack
@@ -122,8 +140,13 @@ def run(case: Case, order: str, seed: int):
         steps = lse.stride()
     else:
         steps = (0, 1, heads)
-    got_dk, got_dv, total = torch.zeros_like(k), torch.zeros_like(v), torch.zeros(q.shape)
-    tiles, worker_offsets = plan_general_backward(problem, keys, queries if case.jagged else None, k_rows, q_rows)
+    written = math.nan if case.parts else 0.0  # keys that no query sees have no tile
+    got_dk, got_dv, total = torch.full_like(k, written), torch.full_like(v, written), torch.zeros(q.shape)
+    tiles, worker_offsets, *merges = plan_general_backward(
+        problem, keys, queries if case.jagged else None, k_rows, q_rows, least=1
+    )
+    assert bool(merges) == config.cut
+    parts = torch.full_like(scratch(case.processors, config, k.device), math.nan) if merges else None
     rows, group = configuration.ROWS // case.group, case.group
     blocks = (
         (q, rows, group, config.block_d),
@@ -152,6 +175,7 @@ def run(case: Case, order: str, seed: int):
         head_step,
         turns,
         most_blocks,
+        parts,
         tiles,
         worker_offsets,
         queries.offsets() if case.jagged else None,
@@ -172,6 +196,10 @@ def run(case: Case, order: str, seed: int):
     assert report.shared_peak <= configuration.SHARED_MEMORY
     if case.packed:
         take_out(case, held, total, queries.offsets().tolist(), config)
+    if merges:
+        add_parts(case, merges[0], parts, got_dk, got_dv, keys.offsets().tolist(), scale, config)
+        assert got_dk[k_tokens:].isnan().all()
+        got_dk, got_dv, dk, dv = (x[:k_tokens] for x in (got_dk, got_dv, dk, dv))
     for name, got, wanted in (("dq", total * scale, dq), ("dk", got_dk, dk), ("dv", got_dv, dv)):
         error = (got.double() - wanted).norm() / wanted.norm()
         assert error < 2e-2, f"{name}: {error}"
@@ -189,10 +217,16 @@ CASES = {
     ),
     "64 columns": Case((150, 0, 70), (100, 5, 130), dim=64, value_dim=64, right=0, packed=True),
     "more CTAs than tiles": Case((70,), (5,), processors=4),
+    "parts of tiles": Case((200,) * 3, (150,) * 3, processors=4, packed=True, parts=2),
 }
 ONCE = {
     "three heads": Case((300, 0, 140, 20), (30, 9, 70, 64), kv_heads=3, processors=3),
     "40 and 128 columns": Case((200, 5), (130, 9), kv_heads=2, group=2, dim=40, dtype=torch.bfloat16),
+    "parts, two heads in groups of two": Case(
+        (130,) * 2, (130,) * 2, kv_heads=2, group=2, processors=7, dtype=torch.bfloat16, parts=5
+    ),
+    "parts of 72 and 40 columns": Case((129,), (257,), dim=72, value_dim=40, processors=8, parts=4),
+    "parts, queries per sequence": Case((250,), (300,), jagged=False, dim=64, value_dim=64, processors=11, parts=5),
     "128 and 64 columns": Case((140, 3), (70, 9), value_dim=64),
     "turns": Case((200, 5), (130, 9), kv_heads=2, group=2, right=70, deterministic=True, processors=1),
     "turns and a window": Case((300, 70), (190, 9), left=40, right=0, deterministic=True, processors=1),
@@ -243,7 +277,7 @@ def test_no_two_tiles_wait_for_each_other(left, right, group):
 
 
 def run_some(order, seed):
-    for name in ("tiles of one block and of several", "a window, two heads in groups of two"):
+    for name in ("tiles of one block and of several", "a window, two heads in groups of two", "parts of tiles"):
         run(CASES[name], order, seed)
     if order == "round_robin":
         run(ONCE["turns and a window"], order, seed)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
 CUTS = Cuts(blocks=16, percent=110, rounds=True)
+PART = 8  # blocks of query rows of a part of a backward tile, at least: fewer gain nothing
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
@@ -103,10 +104,16 @@ def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows:
 
 
 def plan_general_backward(
-    problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None, rows: int, q_rows: int
+    problem: AttentionProblem,
+    keys: JaggedLayout,
+    query: JaggedLayout | None,
+    rows: int,
+    q_rows: int,
+    least: int = PART,
 ) -> list[Tensor]:
     """KV blocks with the query blocks that see them, dealt as in forward: the longest first, and so of those that share
-    queries the first keys first, as turns need it. With a limit to the left that is not so: one by one, then."""
+    queries the first keys first, as turns need it. With a limit to the left that is not so: one by one, then. The last
+    tiles of sequences that are all as long may be cut into parts of `least` blocks or more; their merges come third."""
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     one_by_one = problem.deterministic and problem.left != UNLIMITED
@@ -122,7 +129,8 @@ def plan_general_backward(
         left=problem.left,
         right=problem.right,
         tile_cost=2,
+        cut_last_round=0 if problem.deterministic else least,
         rows=rows,
         q_rows=q_rows,
     )
-    return schedule.operands()
+    return [*schedule.operands(), schedule.merges] if schedule.slots else schedule.operands()

@@ -24,6 +24,7 @@ class Config:
     right: bool
     ordered: bool = False  # dQ is added in the order of the keys
     packed: bool = False  # dQ is added to a workspace as threads hold it
+    cut: bool = False  # tiles of the last round are cut between CTAs
     block_d: int = 128
     block_dv: int = 128
 

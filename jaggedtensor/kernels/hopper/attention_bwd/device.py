@@ -356,7 +356,16 @@ class Consumer:
 
 
 @gluon.jit
-def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constexpr, C: gl.constexpr):
+def store_part(parts, slot, x, PART: gl.constexpr, column: gl.constexpr, C: gl.constexpr):
+    """My 64 keys of dK or dV to a slot, as threads hold them (see `parts`), behind what so many columns take there."""
+    columns: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, columns // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([ROWS * columns])
+    first = slot * (KEYS * (C.block_d + C.block_dv)) + KEYS * column + PART * ROWS * columns
+    gl.store(parts + first + gl.arange(0, ROWS * columns, x.type.layout), x)
+
+
+@gluon.jit
+def consume_role(schedule, out_descs, parts, channels, scales, window, PART: gl.constexpr, C: gl.constexpr):
     dtype: gl.constexpr = channels.rows.buffers.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_d, 16])
@@ -382,20 +391,26 @@ def consume_role(schedule, out_descs, channels, scales, window, PART: gl.constex
         for n in range(1, tile.end - tile.begin):
             work = me.step(work, tile.walked(n, C), True)
         dq = me.grad_query(work.turn - 1, (work.turn >> 30) * 2)
+        slot = gl.load(schedule.tiles + t * 8 + 7) if C.cut else -1
         me.put_grad_query(warpgroup_mma_wait(0, deps=(dq,)), work.turn - 1)
 
         # Both read K for dQ; V of my keys is mine alone.
         mbarrier.arrive(channels.done, count=1)
         k_mine, v_mine = channels.k.slot(k_at, PART), channels.v.slot(v_at, PART)
-        v_mine.buffer.store(work.dv.to(dtype))
-        mbarrier.wait(channels.done, phase)
+        if C.cut and slot >= 0:
+            mbarrier.wait(channels.done, phase)
+            store_part(parts, slot, work.dk, PART, 0, C)
+            store_part(parts, slot, work.dv, PART, C.block_d, C)
+        else:
+            v_mine.buffer.store(work.dv.to(dtype))
+            mbarrier.wait(channels.done, phase)
+            k_mine.buffer.store((work.dk * scales[1]).to(dtype))
+            fence_async_shared()
+            place = ragged_place(span.k_start, span.k_count, first + PART * ROWS, tile.head)
+            tma.async_store(dv_desc, place, v_mine.buffer)
+            tma.async_store(dk_desc, place, k_mine.buffer)
+            tma.store_wait(0)
         phase ^= 1
-        k_mine.buffer.store((work.dk * scales[1]).to(dtype))
-        fence_async_shared()
-        place = ragged_place(span.k_start, span.k_count, first + PART * ROWS, tile.head)
-        tma.async_store(dv_desc, place, v_mine.buffer)
-        tma.async_store(dk_desc, place, k_mine.buffer)
-        tma.store_wait(0)
         k_slot.release()
         v_slot.release()
         k_at, v_at = k_after, v_after
@@ -417,6 +432,7 @@ def backward_kernel(
     stat_head,  # strides of both
     turns,  # int32, zeros to count in: see Turns; without turns, anything
     turn_head,  # of the turns of a head of keys; packed, blocks of dQ of a head of keys
+    parts,  # scratch for dK and dV of tiles that are cut, fp32 [slots, 128, D + Dv]; None if none is
     tiles,  # of the schedule, by keys
     worker_offsets,
     q_offsets,  # [B + 1], None unless jagged
@@ -453,8 +469,8 @@ def backward_kernel(
     scales, window = (scale_log2, scale), (left, right)
     gl.warp_specialize(
         [
-            (consume_role, (schedule, (dk, dv), channels, scales, window, 0, C)),
-            (consume_role, (schedule, (dk, dv), channels, scales, window, 1, C)),
+            (consume_role, (schedule, (dk, dv), parts, channels, scales, window, 0, C)),
+            (consume_role, (schedule, (dk, dv), parts, channels, scales, window, 1, C)),
             (queries_role, (schedule, (q, grad_out), channels, C)),
             (keys_role, (schedule, (k, v), channels, C)),
             (statistics_role, (schedule, statistics, channels, C)),

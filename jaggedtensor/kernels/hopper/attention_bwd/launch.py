@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd.config import KEYS, ROWS, select
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
+from jaggedtensor.kernels.hopper.attention_bwd.parts import merge, scratch
 from jaggedtensor.kernels.hopper.attention_bwd.total import blocks_of, pays, unpacked, workspace
 from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import launch
@@ -27,11 +28,11 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> Gradients:
     """dQ, dK and dV, all of which come from one pass; those in `needs` are given back."""
-    problem, (tiles, worker_offsets) = args.problem, args.schedule
+    problem, (tiles, worker_offsets, *merges) = args.problem, args.schedule
     config = select(problem)
     batch = args.k_offsets.shape[0] - 1
     rows = args.q.numel() // (args.q.shape[-1] * problem.kv_heads)  # packed ones of a head of keys
-    config = replace(config, packed=not config.ordered and pays(rows, batch))
+    config = replace(config, packed=not config.ordered and pays(rows, batch), cut=bool(merges))
     q, k, v, grad_out = (addressable(x) for x in (args.q, args.k, args.v, grad_out))
     with device_of(k):
         some = bool(tiles.shape[0] and q.numel())
@@ -46,10 +47,11 @@ def backward(
             lse, delta, steps = row_statistics(out, grad_out, grad_lse, lse)
             rows, heads = ROWS // config.group, config.group
             turns = q.new_zeros(problem.kv_heads * blocks, dtype=torch.int32) if config.ordered else tiles
+            parts = scratch(worker_offsets.shape[0] - 1, config, q.device) if config.cut else None
             launch(
                 backward_kernel,
                 worker_offsets.shape[0] - 1,
-                key_of(args, config.packed),
+                key_of(args, config.packed, config.cut),
                 (
                     ragged(flat(q), rows, heads, config.block_d),
                     ragged(k, KEYS // 2, 1, config.block_d),
@@ -65,6 +67,7 @@ def backward(
                     *steps,
                     turns,
                     blocks,
+                    parts,
                     tiles,
                     worker_offsets,
                     args.q_offsets,
@@ -78,6 +81,8 @@ def backward(
                 ),
                 config.options,
             )
+            if parts is not None:
+                merge(parts, merges[0], dk, dv, args, config)
         if needs[0]:
             total = unpacked(total, args, blocks, config) if config.packed else scaled(total, args.scale, q.dtype)
         return chosen(total, dk, dv, needs)
