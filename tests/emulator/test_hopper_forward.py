@@ -46,6 +46,7 @@ CASES = {
     "an empty part, heads in groups of two": case_of((130, 0, 64), q_length=70, heads=4, kv_heads=2),
     "three heads for one": case_of((130, 0, 64), J, q_lengths=(50, 3, 30), heads=3),
     "jagged": case_of((130, 0, 64, 265), J, q_lengths=(200, 3, 0, 64), dim=128),
+    "last blocks over half full": case_of((128, 70, 0, 250), J, q_lengths=(140, 130, 3, 64), dim=128, processors=1),
     "causal, more queries than keys": case_of((30, 0, 64, 65), J, q_lengths=(200, 300, 5, 300), causal=True),
     "causal, one query for all": case_of((30, 0, 64), q_length=200, heads=4, kv_heads=2, causal=True),
     "window": case_of((500, 0, 64), P, q_length=70, heads=4, kv_heads=2, window=(150, 5)),
@@ -98,7 +99,7 @@ def run(case_and_processors, monkeypatch, order, seed, mask=None, change=None, r
             if args[-1].redoes and not redo:
                 return
             if args[7] is not None and not flags:  # those of tiles that there are
-                flags.append(args[7][: int(args[9][-1]) * config.consumers])
+                flags.append(args[7][: int(args[9][-1]) * config.flags])
             blocks = [make() for _, make in descriptors]
             settings = dict(num_warps=4, order=order, seed=seed)
             reports.append(emulate(self.kernel, (programs,), *blocks, *args, **settings))
@@ -137,6 +138,7 @@ ANCHORED = [
     "broadcast, two heads",
     "three heads for one",
     "jagged",
+    "last blocks over half full",
     "causal, more queries than keys",  # whose rows without any key have their tiles done again
     "nothing at all",
     "cut, of many",
@@ -160,6 +162,12 @@ def grown(begin, end, head, factor):
     return change
 
 
+def grown_with_large_values(q, k, v):
+    """Row sums stay in range, sums of weights times values do not."""
+    k[3:6, 0] *= 9
+    v[:] *= 2.0**103
+
+
 def shrunk(q, k, v):
     """Scores of -50, far below the anchor of a row that sees nothing in the first block."""
     q[:], k[:] = 2.5, -2.5
@@ -172,6 +180,7 @@ STRAYING = {
         grown(194, 197, 0, 60),
     ),
     "jagged": (case_of((400, 0, 64, 265), J, q_lengths=(200, 3, 70, 64), dim=128), grown(3, 5, 0, 9)),
+    "values": (case_of((400, 0, 64), J, q_lengths=(130, 3, 70), dtype=torch.bfloat16), grown_with_large_values),
     "groups": (case_of((400, 64), J, q_lengths=(100, 70), heads=6, kv_heads=2), grown(30, 31, 0, 14)),
     "cut": (case_of((3000, 3, 0, 40), q_length=70, heads=4, kv_heads=2, processors=6), grown(1000, 1003, 0, 12)),
     "causal": (case_of((200, 64), J, q_lengths=(150, 33), causal=True), shrunk),

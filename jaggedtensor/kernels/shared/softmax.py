@@ -9,7 +9,8 @@ were rounded by.
 
 from jaggedtensor.kernels.shared.dsl import aggregate, gl, gluon
 
-# Of four values: themselves. It never happens that a sum of probabilities is negative, but ptxas cannot know.
+# Of four values: themselves. A sum of probabilities is never that large (where it is, a profiler's counter is told so),
+# but ptxas cannot know: that it is not negative, it does.
 SETTLE: gl.constexpr = gl.constexpr(
     """{
     .reg .pred never;
@@ -17,7 +18,7 @@ SETTLE: gl.constexpr = gl.constexpr(
     add.f32 sum, $4, $5;
     add.f32 other, $6, $7;
     add.f32 sum, sum, other;
-    setp.lt.f32 never, sum, 0f00000000;
+    setp.gt.f32 never, sum, 0f7f000000;
     @never pmevent 0;
     mov.b32 $0, $4;
     mov.b32 $1, $5;
@@ -25,7 +26,11 @@ SETTLE: gl.constexpr = gl.constexpr(
     mov.b32 $3, $7;
     }"""
 )
+LOG2: gl.constexpr = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")  # within 2 ** -22
 STEEP: gl.constexpr = gl.constexpr(1 << 27)  # 2 ** (a rounding of it) is at most 2 ** 8, in the range of fp16
+
+
+ANCHORING: gl.constexpr = gl.constexpr(32)  # columns that an anchor is the maximum of; in fp16, of small range, all
 
 
 @aggregate
@@ -56,6 +61,29 @@ def sums_by_thread(p):
 
 
 @gluon.jit
+def within(score, count):
+    """Scores [M, N], -inf past the first `count` columns.
+
+    A column is one of eight, which a thread knows, in a group whose number the compiler does: one comparison each.
+    """
+    M: gl.constexpr = score.shape[0]
+    x = score.reshape([M, score.shape[1] // 8, 8])
+    layout: gl.constexpr = x.type.layout
+    left = count - gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    group = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    seen = (group * 8)[None, :, None] < left[None, None, :]
+    return gl.convert_layout(
+        gl.where(seen, x, float("-inf")).reshape(score.shape), score.type.layout, assert_trivial=True
+    )
+
+
+@gluon.jit
+def log2(x):
+    """In one instruction, for lse: as exact as a sum of rounded probabilities is."""
+    return gl.inline_asm_elementwise(LOG2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def probabilities(score, peak, scale, BLIND: gl.constexpr):
     """exp of scores less their row's peak [M], that peak and the unit [M]. BLIND: rows may have seen nothing so far."""
     base = gl.where(peak == float("-inf"), 0.0, peak) if BLIND else peak
@@ -80,6 +108,27 @@ def next_block(rows, score, scale, BLIND: gl.constexpr):
     part: gl.constexpr = gl.SliceLayout(1, rows.norm.type.layout)
     kept = gl.expand_dims(gl.convert_layout(fade, part, assert_trivial=True), 1)
     return p, fade, Rows(peak, rows.norm * kept + sums_by_thread(p))
+
+
+@gluon.jit
+def first_columns(x, WIDTH: gl.constexpr):
+    """The first columns of x [M, N], N a power of two times as many: a thread has the same part of each."""
+    if x.shape[1] > WIDTH:
+        low, _ = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+        found = first_columns(low, WIDTH)
+    else:
+        found = x
+    return found
+
+
+@gluon.jit
+def anchoring_block(score, dtype: gl.constexpr, scale, BLIND: gl.constexpr):
+    """Probabilities [M, N] of the first block against its first columns' peak, and the rows; see `shared.anchor`."""
+    WIDTH: gl.constexpr = score.shape[1] if dtype == gl.float16 else ANCHORING
+    peak = gl.max(first_columns(score, WIDTH), 1)
+    peak = gl.convert_layout(peak, gl.SliceLayout(1, score.type.layout), assert_trivial=True)
+    p, _, _ = probabilities(score, peak, scale, BLIND)
+    return p, Rows(peak, sums_by_thread(p))
 
 
 @gluon.jit

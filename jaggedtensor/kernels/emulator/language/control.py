@@ -30,7 +30,7 @@ from jaggedtensor.kernels.emulator.language.values import (
     wrap,
 )
 from jaggedtensor.kernels.emulator.roles import Role, current, meet_twins, settle_inits
-from jaggedtensor.kernels.shared.softmax import SETTLE
+from jaggedtensor.kernels.shared.softmax import LOG2, SETTLE
 
 # Programs and loops -------------------------------------------------------------------------------------------------
 
@@ -429,7 +429,9 @@ def teach_assembly(asm: str, function) -> None:
     ASSEMBLY["".join(asm.split())] = function
 
 
-teach_assembly(SETTLE.value, lambda sums: sums)  # which the library's own kernels use
+# What the library's own kernels use.
+teach_assembly(SETTLE.value, lambda sums: sums)
+teach_assembly(LOG2.value, lambda x: Tensor(x.data.log2(), x.dtype, x.layout, x.part))
 
 
 @emulates("both.inline_asm_elementwise")

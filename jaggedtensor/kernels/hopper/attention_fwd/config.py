@@ -68,6 +68,17 @@ class Config:
         return {"num_warps": 4, "maxnreg": REGISTERS[self.consumers, self.ctas][0], "enable_fp_fusion": True}
 
     @property
+    def flags(self) -> int:
+        """Of a tile: one for each warp of consumers, see shared.anchor."""
+        return 4 * self.consumers
+
+    @property
+    def halves(self) -> bool:
+        """Whether a first block of no more than half as many keys has half as many scores. Rows are anchored, so that
+        no more than P is needed of it."""
+        return self.anchored and not self.windowed and not self.masked
+
+    @property
     def exact(self) -> Config:
         """The same with a maximum for each block."""
         return replace(self, anchored=False, settles=_settles(False, self.broadcast, self.q_blocks))

@@ -15,7 +15,7 @@ as long as tiles have the same one, as a broadcast query of one head.
 """
 
 from jaggedtensor.kernels.shared import masks
-from jaggedtensor.kernels.shared.anchor import any_flagged, flag, is_flagged, strays
+from jaggedtensor.kernels.shared.anchor import any_flagged, by_warp, flag, is_flagged, strayed
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
     fence_async_shared,
@@ -33,10 +33,13 @@ from jaggedtensor.kernels.shared.softmax import (
     Rows,
     Scale,
     anchored_block,
+    anchoring_block,
     first_block,
+    log2,
     next_block,
     settled,
     sums_by_thread,
+    within,
 )
 from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, place_of, read_span, start_walk
 
@@ -62,9 +65,9 @@ class Ring:
 
 @aggregate
 class Flags:
-    """Of tiles that are to be done again, one for each consumer."""
+    """Of tiles that are to be done again, one for each warp of each consumer."""
 
-    places: gl.tensor | gl.constexpr  # int32 [tiles, consumers]; None if no tile ever is
+    places: gl.tensor | gl.constexpr  # int32 [tiles, flags]; None if no tile ever is
     some: gl.tensor | gl.constexpr  # whether there are any in this CTA's range, where these alone are walked
 
     @gluon.jit
@@ -81,9 +84,16 @@ class Flags:
         tile = walk.tile
         end = tile.kv_end
         if C.redoes:
-            again = is_flagged(self.places, place_of(t, walk.last, walk.mirror), C.consumers)
+            again = is_flagged(self.places, place_of(t, walk.last, walk.mirror), C.flags)
             end = gl.where(again, end, tile.kv_begin)
         return Tile(tile.sequence, tile.head, tile.q_block, tile.kv_begin, end)
+
+    @gluon.jit
+    def tell(self, place, part, again, C: gl.constexpr):
+        """Whether each warp [4] of a consumer wants a tile to be done again."""
+        if C.anchored:
+            warp = gl.arange(0, 4, again.type.layout)
+            flag(self.places, place, part * 4 + warp, C.flags, again)
 
 
 @gluon.jit
@@ -149,13 +159,20 @@ class View:
     def masked(self, score, place, C: gl.constexpr):
         """-inf for what is past the last key or hidden by the window."""
         block = self.schedule.block(place)
-        j = block * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, score.type.layout))
-        seen = (j < self.span.k_count)[None, :]
         if C.windowed:
+            j = block * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, score.type.layout))
             i = (self.first + gl.arange(0, C.rows, gl.SliceLayout(1, score.type.layout))) // C.group
             shift = self.span.k_count - self.span.q_count
-            seen = seen & visible(i[:, None], j[None, :], shift, (self.left, self.right), C)
-        return gl.where(seen, score, float("-inf"))
+            seen = visible(i[:, None], j[None, :], shift, (self.left, self.right), C)
+            score = gl.where((j < self.span.k_count)[None, :] & seen, score, float("-inf"))
+        else:
+            score = within(score, self.span.k_count - block * C.block_n)
+        return score
+
+    @gluon.jit
+    def ends_early(self, C: gl.constexpr):
+        """Whether the last block has no more than half of its keys."""
+        return self.span.k_count - (self.tile.kv_end - 1) * C.block_n <= C.block_n // 2
 
     @gluon.jit
     def unmasked(self, C: gl.constexpr):
@@ -258,12 +275,34 @@ def no_work(channels, dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def first_of(score, view, dtype: gl.constexpr, scale, C: gl.constexpr):
+    """Probabilities of a tile's first block, and the rows."""
+    score = view.masked(score, view.tile.kv_end - 1, C)
+    if C.anchored:
+        p, rows = anchoring_block(score, dtype, scale, C.windowed)
+    else:
+        p, rows = first_block(score, scale, C.windowed)
+    return p, rows
+
+
+@gluon.jit
+def widened(p, rows, like, C: gl.constexpr):
+    """P [M, N / 2] and the rows as those of a whole block, whose other half is 0: no data moves."""
+    nothing = gl.zeros(p.shape, p.dtype, p.type.layout)
+    p = gl.join(p, nothing).permute((0, 2, 1)).reshape([p.shape[0], C.block_n])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_n, 16])
+    peak = gl.convert_layout(rows.peak, like.peak.type.layout, assert_trivial=True)
+    norm = gl.convert_layout(rows.norm, like.norm.type.layout, assert_trivial=True)
+    return gl.convert_layout(p, layout, assert_trivial=True), Rows(peak, norm)
+
+
+@gluon.jit
 def open_tile(ring, query, view, channels, scale, C: gl.constexpr):
     """The first block of a tile, by itself."""
     k_slot, k_at = channels.k.acquire_full(ring.k)
     score = warpgroup_mma_wait(0, deps=(issue_scores(query.slot.buffer, k_slot.buffer),))
     k_slot.release()
-    p, rows = first_block(view.masked(score, view.tile.kv_end - 1, C), scale, C.windowed)
+    p, rows = first_of(score, view, query.slot.buffer.dtype, scale, C)
     acc = no_output(C)
     return Work(rows, as_operand(p, query.slot.buffer.dtype, acc), acc, Ring(k_at, ring.v))
 
@@ -309,16 +348,19 @@ def steps(work, query, view, channels, scale, C: gl.constexpr):
 
 
 @gluon.jit
-def cross(work, query, view, channels, scale, C: gl.constexpr):
+def cross(work, query, view, channels, scale, C: gl.constexpr, HALF: gl.constexpr):
     """From one tile to the next, whose view and query these are: the last product of the one beside the first scores
-    of the other. What the one comes to, and the work on the other."""
+    of the other. What the one comes to, and the work on the other. HALF: the other ends early, see View."""
     k_slot, k_at = channels.k.acquire_full(work.ring.k)
-    score = issue_scores(query.slot.buffer, k_slot.buffer)
+    keys = k_slot.buffer.slice(0, C.block_n // 2) if HALF else k_slot.buffer
+    score = issue_scores(query.slot.buffer, keys)
     v_slot, v_at = channels.v.acquire_full(work.ring.v)
     acc = warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
-    p, rows = first_block(view.masked(score, view.tile.kv_end - 1, C), scale, C.windowed)
+    p, rows = first_of(score, view, work.p.dtype, scale, C)
+    if HALF:
+        p, rows = widened(p, rows, work.rows, C)
     if C.settles:
         rows = settled(rows)
     acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -364,18 +406,24 @@ def deliver(out, lse, staging, results, view, C: gl.constexpr):
 
 
 @gluon.jit
+def nobody():
+    """No warp [4] wants a tile to be done again."""
+    return gl.zeros([4], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
 def finish(acc, rows, staging, results, parts, slot, view, scale, C: gl.constexpr):
-    """What a tile comes to, or a part of one goes to its slot. Whether it is to be done again."""
+    """What a tile comes to, or a part of one goes to its slot. Whether each warp [4] wants it to be done again."""
     norm = gl.convert_layout(gl.sum(rows.norm, 1), rows.peak.type.layout)
-    peak, again = rows.peak, 0
+    peak, again = rows.peak, nobody()
     if C.anchored:
-        again = strays(norm, acc, staging.dtype, C.windowed)
+        again = by_warp(strayed(norm, staging.dtype, C.windowed), acc)
         if C.windowed:
             peak = gl.where(peak == float("-inf"), 0.0, peak)
     some = norm > 0
     norm = gl.where(some, norm, 1.0)
     out = acc * by_row(1.0 / norm, acc)
-    natural = (peak * scale.exact + gl.log2(norm)) * 0.6931471805599453
+    natural = (peak * scale.exact + log2(norm)) * 0.6931471805599453
     natural = gl.where(some, natural, float("-inf"))
     if C.splits and slot >= 0:
         row = view.first - view.tile.q_block * C.block_m
@@ -399,7 +447,6 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
         walk = walk.next(t)
         place = place_of(t, walk.last, walk.mirror)
         slot = gl.load(schedule.tiles + place * 8 + 7) if C.splits else -1
-        again = 0
         if has_rows(view, C):
             if not opened:
                 query = query_for(query, view, channels, part, C)
@@ -412,17 +459,23 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
             opened = (t + 1 < end) & has_rows(after, C) & C.crosses
             if opened:
                 query = query_for(query, after, channels, part, C)
-                acc, work = cross(work, query, after, channels, scale, C)
+                if C.halves:
+                    if after.ends_early(C):
+                        acc, work = cross(work, query, after, channels, scale, C, True)
+                    else:
+                        acc, work = cross(work, query, after, channels, scale, C, False)
+                else:
+                    acc, work = cross(work, query, after, channels, scale, C, False)
             else:
                 acc, ring = close_tile(work, channels)
                 work = Work(rows, work.p, no_output(C), ring)
             again = finish(acc, rows, staging, results, parts, slot, view, scale, C)
+            flags.tell(place, part, again, C)
         else:
             query = query_for(query, view, channels, part, C)
             work = Work(work.rows, work.p, work.acc, pass_by(work.ring, view.tile, channels))
             opened = gl.to_tensor(False)
-        if C.anchored:
-            flag(flags.places, place, part, C.consumers, again)
+            flags.tell(place, part, nobody(), C)
     tma.store_wait(0)
 
 
@@ -515,7 +568,7 @@ def forward_kernel(
     some = True
     if C.redoes:
         begin, end = my_range(schedule)
-        some = any_flagged(flags, begin, end, C.consumers)
+        some = any_flagged(flags, begin, end, C.flags)
     flags = Flags(flags, some)
     if C.consumers == 1:
         gl.warp_specialize(

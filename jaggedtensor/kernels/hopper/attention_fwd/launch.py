@@ -64,7 +64,7 @@ def forward(args: AttentionArgs, config: Config | None = None) -> tuple[Tensor, 
     parts = new_parts(q, workers, call.config, splits)
     flags = None
     if call.config.anchored:
-        flags = q.new_empty(tiles.shape[0] * call.config.consumers, dtype=torch.int32)
+        flags = q.new_empty(tiles.shape[0] * call.config.flags, dtype=torch.int32)
     descriptors = [_descriptor(x, block) for x, block in zip((q, k, v, out), call.blocks, strict=True)]
     rest = (
         out, lse, *call.steps, *parts, flags, tiles, worker_offsets, listed, q_offsets, k_offsets,
@@ -101,5 +101,5 @@ def _prepare(args: AttentionArgs, config: Config) -> Call | None:
     ends = (*log2_units(args.scale), problem.left, problem.right, config)
     merge = Variant(merge_kernel, {"num_warps": 4, "enable_fp_fusion": True})
     variant = Variant(forward_kernel, config.options)
-    redo = (Variant(forward_kernel, config.options), config.redo) if config.anchored else None
+    redo = (Variant(forward_kernel, config.redo.options), config.redo) if config.anchored else None
     return Call(variant, blocks, steps, ends, merge, config, redo)
