@@ -477,7 +477,9 @@ def _why(schedule: TileSchedule, layout: JaggedLayout) -> str:
     blocks = -(-layout.lengths() // schedule.request.block_kv)
     ends = [int(f(x)) if len(x) else 0 for x in (cost, blocks) for f in (torch.amin, torch.amax)]
     low, high, few, many = ends
-    return _WHY[schedule.kind].format(low=low, high=high, few=few, many=many)
+    cut = len(schedule.merges) if schedule.kind is ScheduleKind.ZIGZAG else 0
+    more = f"; the last {cut} in {schedule.slots} parts" if cut else ""
+    return _WHY[schedule.kind].format(low=low, high=high, few=few, many=many) + more
 
 
 def _short(value: float, unit: str) -> str:

@@ -73,6 +73,12 @@ Plan for h200: 4 sequences, 434 tokens, longest 300
     )
 
 
+def test_plan_says_that_a_last_round_is_cut():
+    keys = batch([3000, 3000, 3000], dim=64, dtype=torch.float16)
+    told = "backward  zigzag by key: tiles cost 9 to 47 blocks: longest first, dealt back and forth; the last 12 in 60"
+    assert told in repr(keys.explain(keys, backend="hopper", device="h200"))
+
+
 def test_plan_names_a_schedule_that_both_passes_use_for_both(stub, monkeypatch):
     def plan(problem, keys, query, rows, q_rows, train):
         for _ in range(1 + train):
