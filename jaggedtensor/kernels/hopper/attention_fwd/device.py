@@ -41,7 +41,7 @@ from jaggedtensor.kernels.shared.softmax import (
     sums_by_thread,
     within,
 )
-from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, place_of, read_span, start_walk
+from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, place_of, query_of, read_span, start_walk
 
 visible = gluon.jit(masks.visible.fn)
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
@@ -94,12 +94,6 @@ class Flags:
         if C.anchored:
             warp = gl.arange(0, 4, again.type.layout)
             flag(self.places, place, part * 4 + warp, C.flags, again)
-
-
-@gluon.jit
-def query_of(tile, C: gl.constexpr):
-    """A number for the Q that a tile needs, if several tiles may share it."""
-    return tile.head * C.q_blocks + tile.q_block
 
 
 @gluon.jit
