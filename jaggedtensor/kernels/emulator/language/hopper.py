@@ -194,7 +194,9 @@ def tma_store_wait(pendings, read_only=True):
     role.wait_until(lambda: all(op.done >= steps for op in must), f"its stores, all but {pendings}")
     for operation in must:
         join(role.clock, operation.clock)
-    while role.stores and role.stores[0].done >= 2:  # later ones stay: `pendings` counts them in the order of issue
+    for operation in must:  # those behind one that is not done stay: `pendings` counts them in the order of issue
+        if operation.done < 2:
+            break
         role.stores.pop(0)
     after = tuple(op.event.number for op in must)
     role.cluster.event(role, "store wait", 0, (), after, role.chain()).name = "" if read_only else "written"
