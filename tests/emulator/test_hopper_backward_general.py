@@ -295,6 +295,5 @@ FAMILY = Family(
             for change in ("delete", "move down", "one more in")
         },
         "Consumer.step: delete gl.barrier()": "it is never reached, see there",
-        "consume_role: move down tma.store_wait(0)": "V is released after it, and K is not loaded before V may be",
     },
 )

@@ -398,7 +398,6 @@ def consume_role(schedule, out_descs, parts, channels, scales, window, PART: gl.
         mbarrier.arrive(channels.done, count=1)
         k_mine, v_mine = channels.k.slot(k_at, PART), channels.v.slot(v_at, PART)
         if C.cut and slot >= 0:
-            mbarrier.wait(channels.done, phase)
             store_part(parts, slot, work.dk, PART, 0, C)
             store_part(parts, slot, work.dv, PART, C.block_d, C)
         else:
