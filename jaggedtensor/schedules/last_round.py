@@ -51,8 +51,8 @@ class LastRound:
     def costs(self, units: Units) -> Tensor:
         """Int64, of a team's items, and 0 after them."""
         costs = units.cost.new_full((self.whole + self.left * self.parts + 1,), units.each)
-        costs[self.whole :] = units.each // self.parts
-        costs[-1] = 0
+        costs[self.whole :].fill_(units.each // self.parts)
+        costs[-1:].zero_()  # an assignment to a place would be a copy of a number, for which the host waits
         return costs
 
     def tiles(self, items: Tensor) -> Tensor:
