@@ -162,6 +162,7 @@ def anchored(monkeypatch):
     return flags
 
 
+@pytest.mark.limit(240)  # 70 s among 24 others
 @pytest.mark.parametrize("query", [B, P, J], ids=lambda kind: kind.name)
 def test_anchored_rows(query, anchored):
     for dims, dtype in (((64, 64), torch.float16), ((128, 128), torch.bfloat16), ((72, 40), torch.bfloat16)):
