@@ -115,9 +115,6 @@ REASONS: dict[tuple[str, ...], Reason] = {
     ),
     ("hopper/attention_bwd", "keys_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd", "reduce_role"): Reason(_CONSTANTS, loads=1),
-    ("hopper/attention_bwd_broadcast", "make_role", "3.8"): Reason(
-        "two numbers too many for the registers; none with Triton 3.9", loads=2, stores=2
-    ),
     ("hopper/attention_bwd_broadcast", "store_role"): Reason(_CONSTANTS, loads=1),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaggedtensor.kernels.shared.limits import operand_lacks
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
-ROWS = 128  # packed query rows of a CTA, of which each of the two consumers has half
+ROWS = 128  # packed query rows of a CTA, of which each of the two scorers has half
 MOST_PARTS = 4  # CTAs that share the rows of a query
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 _TURNS = 2  # buffers of P, and of dS
@@ -19,8 +19,9 @@ class Config:
     """Passed to the kernel whole, as one constexpr."""
 
     block_n: int  # keys
-    k_stages: int  # of the ring of K, whose tiles stay a step longer than those of V
+    k_stages: int  # of the ring of K
     v_stages: int
+    grad_stages: int  # of that of dO
     block_d: int  # D rounded up to 64 or 128; the columns past D are zeros
     block_dv: int
     value_dim: int
@@ -33,20 +34,20 @@ class Config:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Of a launch. 168 registers of 12 warps are shared out again by role: 240 for consumers, 24 for loaders."""
-        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+        """Of a launch. 128 registers of 16 warps are shared out again by role: 192 for scorers, 96 for the maker."""
+        return {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
 
     @property
     def buffers(self) -> int:
         """Bytes: Q and dO, the rings of K and V, P and dS."""
-        columns = self.block_d + self.block_dv
+        columns = self.block_d + self.grad_stages * self.block_dv
         ring = self.block_n * (self.k_stages * self.block_d + self.v_stages * self.block_dv)
         return 2 * (ROWS * columns + ring + 2 * _TURNS * ROWS * self.block_n)
 
     @property
     def shared_memory(self) -> int:
         """Bytes: the buffers, mbarriers (each padded to 16 bytes), what roles are given as arguments."""
-        return self.buffers + 16 * 2 * (2 + self.k_stages + self.v_stages + 3 * _TURNS) + _ARGUMENTS
+        return self.buffers + 16 * 2 * (1 + self.grad_stages + self.k_stages + self.v_stages + 3 * _TURNS) + _ARGUMENTS
 
 
 def lacks(problem: AttentionProblem) -> list[str]:
@@ -67,7 +68,8 @@ def select(problem: AttentionProblem) -> Config:
     assert problem.rows is not None
     parts = -(-problem.rows // ROWS)
     workers = max(1, problem.device.processors // parts)  # not one CTA more than processors
-    for stages in ((8, 4), (4, 4), (4, 2)):
+    # Where there is no room for both: dO ahead gains more with short sequences, K ahead in a chain of parts.
+    for stages in ((8, 4, 2), (4, 4, 2), (2, 2, 2) if parts == 1 else (4, 2, 1)):
         config = Config(
             64, *stages, block_d, block_dv, problem.value_dim, problem.group, problem.q_heads, workers, parts
         )

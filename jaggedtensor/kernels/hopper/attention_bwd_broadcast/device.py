@@ -5,19 +5,24 @@
 A CTA walks an equal share of all KV tiles, head after head, over all sequences: dQ of a head stays in registers, and dK
 and dV of a tile are finished on the way. Roles:
 
-    consumer 0   query rows 0 .. 63, and dV of all rows        loaders   K and V, a ring each; Q of a head, and each dO
-    consumer 1   query rows 64 .. 127, and dK of all rows      stores    dV; dK
+    scorers 0, 1   dQ of query rows 0 .. 63 and 64 .. 127      loaders   K and V, a ring each; Q of a head, and each dO
+    maker          dV and dK of all rows                       stores    dV; dK
 
-The consumers meet in shared memory: each writes its rows of P and dS; dV needs all of P, dK all of dS. What comes of
-them, dX (dV or dK) and dQ of a tile, is computed one step late, beside the scores of the next tile n:
+They meet in shared memory: each scorer writes its rows of P and dS, of which the maker makes dV and dK. For tile n:
 
-    tensor cores   S(n)    dX(n-1)            dP(n)              dQ(n-1)       S(n+1)
-    threads                P(n)               dX(n-1) out        dS(n)
-    barriers       k full; p, ds full (n-1)   p, v full; dv, dk full   ds full; v, k empty
+    scorer    S(n) dP(n)     P(n)             dS(n)             dQ(n)        S(n+1) ..
+    barriers  k, v full      p empty, full    ds empty, full    v, k empty
 
-dX leaves through the buffer that P (or dS) of its tile was in, which only its maker reads. At the seam of two sequences
-dP waits for the new dO, and dO for the last dX that reads the old one. TMA reads zeros past the end of a sequence and
-stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite dS, which meets K = 0 in dQ.
+    maker     dV(n)          dV(n) out        dK(n)             dK(n) out    dV(n+1) ..
+    barriers  p full         dv full          ds full           dk full
+
+Each of the three has products for less than half of the time, so that those of one run beside what the threads of the
+others do. Q of a head is an operand of S in registers, which spares a third of what S reads from shared memory; such a
+product holds its warps, so it is issued when none of them is on its way.
+
+dX (dV or dK) leaves through the buffer that P (or dS) of its tile was in, which only the maker reads. TMA reads zeros
+past the end of a sequence and stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite
+dS, which meets K = 0 in dQ.
 
 A query of more rows has a CTA for each 128 of them, in a chain: see `store_role`, and `held_back`.
 """
@@ -39,7 +44,7 @@ from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, read_tile, start_walk
 
 M: gl.constexpr = gl.constexpr(128)  # packed query rows of a CTA
-ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
+ROWS: gl.constexpr = gl.constexpr(64)  # of a scorer
 
 
 @aggregate
@@ -48,9 +53,9 @@ class Channels:
     grad_out: Channel  # [128, Dv]
     k: Channel  # [N, D]
     v: Channel  # [N, Dv]
-    p: Channel  # [128, N], filled by both consumers and read by the one that makes dV
-    ds: Channel  # the same for dK
-    dv: Channel  # [N, Dv], in the memory of p: its maker stages what the store role stores, which then frees both
+    p: Channel  # [128, N], filled by both scorers
+    ds: Channel  # the same
+    dv: Channel  # [N, Dv], in the memory of p: the maker stages what the store role stores, which then frees both
     dk: Channel  # [N, D], in that of ds
 
 
@@ -170,7 +175,7 @@ def load_queries_role(schedule, descriptors, channels, C: gl.constexpr):
 
 @gluon.jit
 def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
-    """dV or dK of each tile, from where its maker staged it. A query of several parts is a chain of CTAs: the first
+    """dV or dK of each tile, from where the maker staged it. A query of several parts is a chain of CTAs: the first
     stores, each of the others adds to what the one before it has written. `progress`: tiles written, by CTA. It is told
     a tile late: what it takes to make a write seen passes while the next one is on its way."""
     begin, end = my_range(schedule, C)
@@ -205,51 +210,45 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
 
 
 @aggregate
-class Maker:
-    """A consumer: its rows, and what it makes of all rows."""
+class Scorer:
+    """64 of the query rows."""
 
     channels: Channels
-    parts: Channel  # P or dS
-    factor: Channel  # dO or Q
-    out: Channel  # dV or dK, staged where P or dS was
-    out_scale: gl.tensor
     scale_log2: gl.tensor
     first: gl.constexpr  # row
     C: gl.constexpr
 
     @gluon.jit
-    def rows_of(self, channel, opaque):
-        return channel.buffers.index(opaque).slice(self.first, ROWS)
+    def rows_of(self, slot):
+        """My rows of Q, dO, P or dS."""
+        return slot.buffer.slice(self.first, ROWS)
 
     @gluon.jit
-    def scores(self, turn, opaque):
-        """Issue S = Q K^T."""
+    def scores(self, q, turn):
+        """Issue S = Q K^T, with Q in registers."""
         slot, _ = self.channels.k.acquire_full(by_turn(self.channels.k, turn))
-        return product(self.rows_of(self.channels.q, opaque), slot.buffer.permute((1, 0)))
+        return product(q, slot.buffer.permute((1, 0)))
 
     @gluon.jit
-    def grad_scores(self, turn, opaque):
+    def grad_scores(self, grad_out, turn):
         """Issue dP = dO V^T."""
         slot, _ = self.channels.v.acquire_full(by_turn(self.channels.v, turn))
-        return product(self.rows_of(self.channels.grad_out, opaque), slot.buffer.permute((1, 0)))
+        return product(grad_out, slot.buffer.permute((1, 0)))
 
     @gluon.jit
-    def late_product(self, turn, opaque):
-        """Issue dX of a tile."""
-        slot, _ = self.parts.acquire_full(by_turn(self.parts, turn))
-        return product(slot.buffer.permute((1, 0)), self.factor.buffers.index(opaque))
-
-    @gluon.jit
-    def late_grad_query(self, ds, turn, acc):
-        """Issue dQ += dS K of a tile."""
-        k_slot = self.channels.k.slot(by_turn(self.channels.k, turn))
-        return warpgroup_mma(ds, k_slot.buffer, acc, is_async=True)
+    def add_grad_query(self, ds, turn, acc):
+        """dQ + dS K, with dS in registers."""
+        slot = self.channels.k.slot(by_turn(self.channels.k, turn))
+        acc = warpgroup_mma(as_operand(ds, acc), slot.buffer, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        slot.release()
+        return acc
 
     @gluon.jit
     def put(self, channel, turn, x):
         """My rows of P or dS."""
         slot, _ = channel.acquire_empty(by_turn(channel, turn))
-        slot.buffer.slice(self.first, ROWS).store(x)
+        self.rows_of(slot).store(x)
         fence_async_shared()
         slot.publish()
 
@@ -266,16 +265,6 @@ class Maker:
         return ds
 
     @gluon.jit
-    def last(self, ds, turn, acc):
-        """dX and dQ of the last tile of a head, or of all."""
-        dx = self.late_product(turn, turn >> 30)
-        issued = self.late_grad_query(ds, turn, acc)
-        self.stage(warpgroup_mma_wait(1, deps=(dx,)), turn)
-        acc = warpgroup_mma_wait(0, deps=(issued,))
-        self.channels.k.slot(by_turn(self.channels.k, turn)).release()
-        return acc
-
-    @gluon.jit
     def put_share(self, shares, slot, share):
         """My rows of dQ of a head."""
         row = (slot * self.C.parts + my_part(self.C)) * M + self.first
@@ -283,105 +272,104 @@ class Maker:
         column = gl.arange(0, self.C.block_d, gl.SliceLayout(0, share.type.layout))
         gl.store(shares + row.to(gl.int64)[:, None] * self.C.block_d + column[None, :], share)
 
-    @gluon.jit
-    def stage(self, dx, turn):
-        """dX for the role that stores it."""
-        slot = self.out.slot(by_turn(self.out, turn))
-        gl.barrier()  # all warps have read what was there
-        slot.buffer.store((dx * self.out_scale).to(slot.buffer.dtype))
-        fence_async_shared()
-        slot.publish()
-
 
 @gluon.jit
 def product(a, b):
-    """Issue a b, both in shared memory."""
+    """Issue a b; b is in shared memory."""
     WIDTH: gl.constexpr = b.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return warpgroup_mma(a, b, gl.zeros([ROWS, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    return warpgroup_mma(a, b, gl.zeros([a.shape[0], WIDTH], gl.float32, layout), use_acc=False, is_async=True)
 
 
 @gluon.jit
-def make_role(schedule, statistics, shares, channels, scales, MAKES_DV: gl.constexpr, C: gl.constexpr):
+def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constexpr, C: gl.constexpr):
     N: gl.constexpr = C.block_n
     D: gl.constexpr = C.block_d
-    FIRST: gl.constexpr = 0 if MAKES_DV else 64
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, parent=S_LAYOUT, k_width=2)
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    if MAKES_DV:
-        me = Maker(channels, channels.p, channels.grad_out, channels.dv, gl.to_tensor(1.0), scales[0], FIRST, C)
-    else:
-        me = Maker(channels, channels.ds, channels.q, channels.dk, scales[1], scales[0], FIRST, C)
-    row = my_part(C) * M + FIRST + gl.arange(0, ROWS, ROW_LAYOUT)
     OUT_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.block_dv, C.block_dv // 8], [4, 1], [1, 0])
+    me = Scorer(channels, scales[0], FIRST, C)
+    row = my_part(C) * M + FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     out_row = my_part(C) * M + FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, OUT_LAYOUT))
     acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
 
     begin, end = my_range(schedule, C)
-    ds = as_operand(gl.zeros([ROWS, N], channels.q.buffers.dtype, ROW_LAYOUT.parent), acc)
-    grad_at = channels.grad_out.start()
+    q_at, grad_at = channels.q.start(), channels.grad_out.start()
+    q_slot = channels.q.slot(q_at)
     turn = 0  # tiles so far
-    q_at, head, slot = channels.q.start(), -1, 0
+    head, share = -1, 0
     for t in range(begin, end):
-        opaque = turn >> 30  # 0, which the compiler cannot know: it would keep 24 matrix descriptors in registers
         tile = read_tile(schedule, t)
         here = statistics.of(tile)
         lse = here.load_lse(row)
-        if tile.head == head:
-            issued = me.scores(turn, opaque)
-            dx = me.late_product(turn - 1, opaque)
-            p = me.put_probabilities(warpgroup_mma_wait(1, deps=(issued,)), lse, turn)
-            dx = warpgroup_mma_wait(0, deps=(dx,))
-            channels.grad_out.slot(grad_at).release()
-            issued_acc = me.late_grad_query(ds, turn - 1, acc)
-            me.stage(dx, turn - 1)
-            acc = warpgroup_mma_wait(0, deps=(issued_acc,))
-            channels.k.slot(by_turn(channels.k, turn - 1)).release()
-        else:
-            if turn > 0:
-                acc = me.last(ds, turn - 1, acc)
-                channels.grad_out.slot(grad_at).release()
-                channels.q.slot(q_at).release()
-                me.put_share(shares, slot, acc * scales[1])
-                acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
-            head, slot = tile.head, gl.load(schedule.tiles + t * 8 + 7)
-            _, q_at = channels.q.acquire_full(q_at)
-            p = me.put_probabilities(warpgroup_mma_wait(0, deps=(me.scores(turn, opaque),)), lse, turn)
         out = here.load_out(out_row, OUT_LAYOUT)  # on its way while dO is
+        if tile.head != head:
+            if head >= 0:
+                q_slot.release()
+                me.put_share(shares, share, acc * scales[1])
+                acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
+            head, share = tile.head, gl.load(schedule.tiles + t * 8 + 7)
+            _, q_at = channels.q.acquire_full(q_at)
+        q = me.rows_of(q_slot).load(Q_LAYOUT)
         grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
-        dp = me.grad_scores(turn, opaque)
-        delta = here.delta(row, lse, out, grad_slot.buffer.slice(FIRST, ROWS).load(OUT_LAYOUT))
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        channels.v.slot(by_turn(channels.v, turn)).release()
-        ds = as_operand(me.put_grad_scores(p, dp, delta, turn), acc)
-        turn += 1
-
-        for _ in range(tile.kv_begin + 1, tile.kv_end):
-            opaque = turn >> 30
-            if opaque != 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
+        grad_out = me.rows_of(grad_slot)
+        delta = here.delta(row, lse, out, grad_out.load(OUT_LAYOUT))
+        for _ in range(tile.kv_begin, tile.kv_end):
+            if turn < 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
                 gl.barrier()
-            s = me.scores(turn, opaque)
-            dx = me.late_product(turn - 1, opaque)
-            s = warpgroup_mma_wait(1, deps=(s,))
-            p = me.put_probabilities(s, lse, turn)
-            dp = me.grad_scores(turn, opaque)  # while dX is on its way
-            dx = warpgroup_mma_wait(1, deps=(dx,))
-            me.stage(dx, turn - 1)
-            # Issued here, as a product with a left operand in registers holds its warps up until its turn comes.
-            acc = me.late_grad_query(ds, turn - 1, acc)
-            dp = warpgroup_mma_wait(1, deps=(dp,))
+            s = me.scores(q, turn)
+            dp = me.grad_scores(grad_out, turn)
+            p = me.put_probabilities(warpgroup_mma_wait(1, deps=(s,)), lse, turn)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
             channels.v.slot(by_turn(channels.v, turn)).release()
-            grad_s = me.put_grad_scores(p, dp, delta, turn)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            channels.k.slot(by_turn(channels.k, turn - 1)).release()
-            ds = as_operand(grad_s, acc)
+            ds = me.put_grad_scores(p, dp, delta, turn)
+            acc = me.add_grad_query(ds, turn, acc)
             turn += 1
+        grad_slot.release()
 
     if begin < end:
-        acc = me.last(ds, turn - 1, acc)
         # Nobody waits for this; but the memory of a barrier that nobody uses may be given to a buffer.
-        channels.q.slot(q_at).release()
-        me.put_share(shares, slot, acc * scales[1])
+        q_slot.release()
+        me.put_share(shares, share, acc * scales[1])
+
+
+@gluon.jit
+def make(parts, factor, out, scale, turn):
+    """dX of a tile out of P or dS and dO or Q, for the role that stores it."""
+    slot, _ = parts.acquire_full(by_turn(parts, turn))
+    dx = warpgroup_mma_wait(0, deps=(product(slot.buffer.permute((1, 0)), factor),))
+    slot = out.slot(by_turn(out, turn))
+    gl.barrier()  # all warps have read what was there
+    slot.buffer.store((dx * scale).to(slot.buffer.dtype))
+    fence_async_shared()
+    slot.publish()
+
+
+@gluon.jit
+def make_role(schedule, channels, scale, C: gl.constexpr):
+    """dV and dK."""
+    begin, end = my_range(schedule, C)
+    q_at, grad_at = channels.q.start(), channels.grad_out.start()
+    q_slot = channels.q.slot(q_at)
+    turn, head = 0, -1
+    for t in range(begin, end):
+        tile = read_tile(schedule, t)
+        if tile.head != head:
+            if head >= 0:
+                q_slot.release()
+            head = tile.head
+            _, q_at = channels.q.acquire_full(q_at)
+        grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
+        for _ in range(tile.kv_begin, tile.kv_end):
+            if turn < 0:  # never, see above
+                gl.barrier()
+            make(channels.p, grad_slot.buffer, channels.dv, 1.0, turn)
+            make(channels.ds, q_slot.buffer, channels.dk, scale, turn)
+            turn += 1
+        grad_slot.release()
+    if begin < end:
+        q_slot.release()
 
 
 @gluon.jit
@@ -425,8 +413,8 @@ def broadcast_kernel(
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)
     p, ds = (make_channel(dtype, [M, N], p_layout, 2, 1, 2), make_channel(dtype, [M, N], p_layout, 2, 1, 2))
     channels = Channels(
-        make_channel(dtype, [M, C.block_d], q_layout, 1, 2),
-        make_channel(dtype, [M, C.block_dv], grad_layout, 1, 2),
+        make_channel(dtype, [M, C.block_d], q_layout, 1, 3),
+        make_channel(dtype, [M, C.block_dv], grad_layout, C.grad_stages, 3),
         make_channel(dtype, [N, C.block_d], k_layout, C.k_stages, 2),
         make_channel(dtype, [N, C.block_dv], v_layout, C.v_stages, 2),
         p,
@@ -439,13 +427,14 @@ def broadcast_kernel(
     statistics = Statistics(lse, grad_lse, out, gl.to_tensor(0), gl.to_tensor(0), q_len, C)
     gl.warp_specialize(
         [
-            (make_role, (schedule, statistics, shares, channels, scales, True, C)),
-            (make_role, (schedule, statistics, shares, channels, scales, False, C)),
+            (score_role, (schedule, statistics, shares, channels, scales, 0, C)),
+            (score_role, (schedule, statistics, shares, channels, scales, 64, C)),
+            (make_role, (schedule, channels, scale, C)),
             (load_keys_role, (schedule, (k, v), progress, channels, C)),
             (load_queries_role, (schedule, (q, grad_out), channels, C)),
             (store_role, (schedule, dv, channels.dv, progress, C)),
             (store_role, (schedule, dk, channels.dk, progress + gl.num_programs(0), C)),
         ],
-        [4, 1, 1, 1, 1],
-        [240, 24, 24, 24, 24],
+        [4, 4, 1, 1, 1, 1],
+        [192, 96, 24, 24, 24, 24],
     )
