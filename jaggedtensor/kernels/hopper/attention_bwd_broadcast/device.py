@@ -17,7 +17,7 @@ They meet in shared memory: each scorer writes its rows of P and dS, of which th
     barriers  p full         dv full          ds full           dk full
 
 Each of the three has products for less than half of the time, so that those of one run beside what the threads of the
-others do. Q of a head is an operand of S in registers, which spares a third of what S reads from shared memory; such a
+others do. Q of a head is an operand of S in registers, which spares half of what S reads from shared memory; such a
 product holds its warps, so it is issued when none of them is on its way.
 
 dX (dV or dK) leaves through the buffer that P (or dS) of its tile was in, which only the maker reads. TMA reads zeros
