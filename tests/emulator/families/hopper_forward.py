@@ -23,7 +23,7 @@ def run(order: str, seed: int) -> None:
     for case in [*(test.CASES[name] for name in CASES), wide]:
         with pytest.MonkeyPatch.context() as patch:
             test.run(case, patch, order, seed)
-    for case, change in (test.STRAYING["jagged"], test.STRAYING["causal"]):
+    for case, change in (test.STRAYING[name] for name in ("jagged", "causal", "fp16")):
         with pytest.MonkeyPatch.context() as patch:
             test.run(case, patch, order, seed, change=change)
 

@@ -40,6 +40,8 @@ class Config:
     settles: bool = False  # no product is waited for before the exponentials that run beside it, see softmax.settled
     anchored: bool = False  # no block but the first has a maximum, see shared.anchor; a second launch mends that
     redoes: bool = False  # only flagged tiles are walked
+    alternates: bool = False  # two consumers issue their products in turns
+    lends: bool = False  # O leaves through the buffer of its own Q while the next tile has another; V has a slot more
     block_d: int = 64  # D, rounded up to a power of two; the columns past D are zeros
     block_dv: int = 64
     block_m: int = 64  # packed query rows of a CTA
@@ -73,6 +75,10 @@ class Config:
         return 4 * self.consumers
 
     @property
+    def v_stages(self) -> int:
+        return self.kv_stages + self.lends
+
+    @property
     def halves(self) -> bool:
         """Whether a first block of no more than half as many keys has half as many scores. Rows are anchored, so that
         no more than P is needed of it."""
@@ -81,7 +87,8 @@ class Config:
     @property
     def exact(self) -> Config:
         """The same with a maximum for each block."""
-        return replace(self, anchored=False, settles=_settles(False, self.broadcast, self.q_blocks))
+        settles = _settles(False, self.broadcast, self.q_blocks)
+        return replace(self, anchored=False, alternates=False, lends=False, settles=settles)
 
     @property
     def redo(self) -> Config:
@@ -91,14 +98,14 @@ class Config:
     @property
     def shared_memory(self) -> int:
         """Bytes, at most: Q, the rings of K and V, staging for O, and mbarriers (each padded to 16 bytes)."""
-        kv = self.kv_stages * self.block_n * (self.block_d + self.block_dv)
-        barriers = 2 * self.q_stages + 4 * self.kv_stages
+        kv = self.block_n * (self.kv_stages * self.block_d + self.v_stages * self.block_dv)
+        barriers = 2 * self.q_stages + 2 * self.kv_stages + 2 * self.v_stages + 2 * self.alternates
         return 2 * (_of_queries(self) + kv) + 16 * barriers + ROLES_STATE
 
 
 def _of_queries(config: Config) -> int:
     """Elements of Q and of staging for O."""
-    out = config.block_dv if config.tma_store and not config.stage_in_q else 0
+    out = config.block_dv if config.tma_store and not config.stage_in_q and not config.lends else 0
     return config.block_m * (config.q_stages * config.block_d + out)
 
 
@@ -139,10 +146,11 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
     # Where products are what bounds, and nearly all rows see a key in their tile's first block.
     anchored = block_n == 128 and problem.left == UNLIMITED and not problem.masked
     anchored = bool(chosen.get("anchored", anchored))
+    q_stages = 1 if stays or ctas == 2 or wide > 128 else 2
     fields: dict[str, Any] = dict(
         **shape,
         block_n=block_n,
-        q_stages=1 if stays or ctas == 2 or wide > 128 else 2,
+        q_stages=q_stages,
         kv_stages=0,
         tma_store=tma_store,
         stage_in_q=stage_in_q,
@@ -150,6 +158,9 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
         crosses=not stage_in_q and not (stays and shape["consumers"] == 2),
         settles=_settles(anchored, broadcast, q_blocks),
         anchored=anchored,
+        alternates=anchored and shape["consumers"] == 2,
+        # Where keys come from memory more than from the cache: a third V is asked for earlier, the next tile's Q later.
+        lends=anchored and broadcast and q_blocks > 1 and q_stages == 2 and tma_store and d == dv,
         block_d=d,
         block_dv=dv,
         block_m=block_m,
@@ -182,8 +193,8 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
 
 def _settles(anchored: bool, broadcast: bool, q_blocks: int) -> bool:
     """Measured: 4 % faster for a shared query of 512 rows, as fast for 256, 1 to 2 % slower for all others. Where rows
-    are anchored it is the other way round."""
-    return anchored != (broadcast and q_blocks > 1)
+    are anchored and consumers take turns it is faster for all."""
+    return anchored or (broadcast and q_blocks > 1)
 
 
 _remembered = functools.lru_cache(maxsize=512)(_select)  # which torch.compile would warn of

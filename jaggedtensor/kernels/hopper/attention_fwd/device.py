@@ -21,13 +21,14 @@ from jaggedtensor.kernels.shared.dsl import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
 from jaggedtensor.kernels.shared.merge import Parts, merge_parts, store_part, store_part_lse
-from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel
+from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel, new_barriers
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import (
     Rows,
@@ -53,6 +54,7 @@ class Channels:
     k: Channel  # [N, D]
     v: Channel  # [N, Dv]
     out: gl.shared_memory_descriptor | gl.constexpr  # [consumers, 64, Dv]: staging for O; None if it is staged in Q
+    turns: gl.shared_memory_descriptor | gl.constexpr  # [2, 1] mbarriers of consumers that take turns, else None
 
 
 @aggregate
@@ -61,6 +63,21 @@ class Ring:
 
     k: Counter
     v: Counter
+    turn: gl.tensor  # parity of its next turn to issue products
+    part: gl.constexpr
+
+    @gluon.jit
+    def take_turn(self, channels):
+        """Wait until the other consumer has issued its products; the first has the first turn."""
+        if channels.turns is not None:
+            mbarrier.wait(channels.turns.index(self.part), self.turn ^ (1 - self.part))
+
+    @gluon.jit
+    def give_turn(self, channels):
+        """To the other. The parity of the turn after."""
+        if channels.turns is not None:
+            mbarrier.arrive(channels.turns.index(1 - self.part), count=1)
+        return self.turn ^ 1
 
 
 @aggregate
@@ -121,7 +138,7 @@ def load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
     for t in range(begin, end):
         tile, span = flags.due(walk, t, C), walk.span
         walk = walk.next(t)
-        if not C.resident or query_of(tile, C) != held:
+        if C.lends or not C.resident or query_of(tile, C) != held:
             q_start = 0 if C.broadcast else span.q_start
             _, after = channels.q.acquire_empty(q_at)
             for part in gl.static_range(PARTS):
@@ -203,20 +220,33 @@ class Query:
     slot: Slot
     at: Counter  # of the next
     held: gl.tensor  # its number, -1 before the first
+    owed: Slot  # of the tile before, which O leaves through
+    owes: gl.tensor  # whether it has not been released yet
+
+    @gluon.jit
+    def repay(self, owes):
+        if owes:
+            tma.store_wait(0)  # O has left
+            self.owed.release()
 
 
 @gluon.jit
 def query_for(query, view, channels, part: gl.constexpr, C: gl.constexpr):
     """The Q of a tile: the one at hand if it is the same, else the next of the channel."""
     number = query_of(view.tile, C)
-    if not C.resident or number != query.held:
+    if C.lends:
+        query.repay(query.owes)  # a tile of one block has not done so
+        slot = channels.q.slot(query.at, part)
+        _, at = channels.q.acquire_full(query.at)
+        query = Query(slot, at, number, query.slot, query.held >= 0)
+    elif not C.resident or number != query.held:
         if query.held >= 0:
             if C.stage_in_q:
                 tma.store_wait(0)  # O of the tile before has left it
             query.slot.release()
         slot = channels.q.slot(query.at, part)
         _, at = channels.q.acquire_full(query.at)
-        query = Query(slot, at, number)
+        query = Query(slot, at, number, query.owed, query.owes)
     return query
 
 
@@ -259,13 +289,14 @@ def no_output(C: gl.constexpr):
 
 
 @gluon.jit
-def no_work(channels, dtype: gl.constexpr, C: gl.constexpr):
+def no_work(part: gl.constexpr, channels, dtype: gl.constexpr, C: gl.constexpr):
     """What a consumer carries before its first tile."""
     N: gl.constexpr = C.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     acc, p = no_output(C), gl.zeros([C.rows, N], gl.float32, layout)
     rows = Rows(gl.max(p, 1), sums_by_thread(p))
-    return Work(rows, as_operand(p, dtype, acc), acc, Ring(channels.k.start(), channels.v.start()))
+    ring = Ring(channels.k.start(), channels.v.start(), gl.to_tensor(0), part)
+    return Work(rows, as_operand(p, dtype, acc), acc, ring)
 
 
 @gluon.jit
@@ -294,20 +325,25 @@ def widened(p, rows, like, C: gl.constexpr):
 def open_tile(ring, query, view, channels, scale, C: gl.constexpr):
     """The first block of a tile, by itself."""
     k_slot, k_at = channels.k.acquire_full(ring.k)
-    score = warpgroup_mma_wait(0, deps=(issue_scores(query.slot.buffer, k_slot.buffer),))
+    ring.take_turn(channels)
+    score = issue_scores(query.slot.buffer, k_slot.buffer)
+    turn = ring.give_turn(channels)
+    score = warpgroup_mma_wait(0, deps=(score,))
     k_slot.release()
     p, rows = first_of(score, view, query.slot.buffer.dtype, scale, C)
     acc = no_output(C)
-    return Work(rows, as_operand(p, query.slot.buffer.dtype, acc), acc, Ring(k_at, ring.v))
+    return Work(rows, as_operand(p, query.slot.buffer.dtype, acc), acc, Ring(k_at, ring.v, turn, ring.part))
 
 
 @gluon.jit
 def step(work, query, view, place, channels, scale, C: gl.constexpr, MASK: gl.constexpr):
     """One more block of keys, at a place of the tile's range: its scores, and the product of the block before."""
     k_slot, k_at = channels.k.acquire_full(work.ring.k)
+    work.ring.take_turn(channels)
     score = issue_scores(query.slot.buffer, k_slot.buffer)
     v_slot, v_at = channels.v.acquire_full(work.ring.v)
     acc = warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True)
+    turn = work.ring.give_turn(channels)
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
     if MASK:
@@ -322,23 +358,27 @@ def step(work, query, view, place, channels, scale, C: gl.constexpr, MASK: gl.co
     v_slot.release()
     if not C.anchored:
         acc = acc * by_row(fade, acc)
-    return Work(rows, as_operand(p, work.p.dtype, acc), acc, Ring(k_at, v_at))
+    return Work(rows, as_operand(p, work.p.dtype, acc), acc, Ring(k_at, v_at, turn, work.ring.part))
 
 
 @gluon.jit
 def steps(work, query, view, channels, scale, C: gl.constexpr):
-    """All blocks of a tile but the first."""
+    """All blocks of a tile but the first. Its work, and whether its query still owes the one before."""
     begin, top = view.tile.kv_begin, view.tile.kv_end - 1
     low, high = view.unmasked(C)
     if C.windowed:
         for n in range(top - high):
             work = step(work, query, view, top - 1 - n, channels, scale, C, True)
+    owes = query.owes
     for n in range(high - low):
         work = step(work, query, view, high - 1 - n, channels, scale, C, False)
+        if C.lends:
+            query.repay(owes)
+            owes = gl.to_tensor(False)
     if C.left:
         for n in range(low - begin):
             work = step(work, query, view, low - 1 - n, channels, scale, C, True)
-    return work
+    return work, owes
 
 
 @gluon.jit
@@ -347,9 +387,11 @@ def cross(work, query, view, channels, scale, C: gl.constexpr, HALF: gl.constexp
     of the other. What the one comes to, and the work on the other. HALF: the other ends early, see View."""
     k_slot, k_at = channels.k.acquire_full(work.ring.k)
     keys = k_slot.buffer.slice(0, C.block_n // 2) if HALF else k_slot.buffer
-    score = issue_scores(query.slot.buffer, keys)
     v_slot, v_at = channels.v.acquire_full(work.ring.v)
+    work.ring.take_turn(channels)
+    score = issue_scores(query.slot.buffer, keys)
     acc = warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True)
+    turn = work.ring.give_turn(channels)
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
     p, rows = first_of(score, view, work.p.dtype, scale, C)
@@ -359,7 +401,8 @@ def cross(work, query, view, channels, scale, C: gl.constexpr, HALF: gl.constexp
         rows = settled(rows)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
-    return acc, Work(rows, as_operand(p, work.p.dtype, acc), no_output(C), Ring(k_at, v_at))
+    ring = Ring(k_at, v_at, turn, work.ring.part)
+    return acc, Work(rows, as_operand(p, work.p.dtype, acc), no_output(C), ring)
 
 
 @gluon.jit
@@ -368,26 +411,27 @@ def close_tile(work, channels):
     v_slot, v_at = channels.v.acquire_full(work.ring.v)
     acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True),))
     v_slot.release()
-    return acc, Ring(work.ring.k, v_at)
+    return acc, Ring(work.ring.k, v_at, work.ring.turn, work.ring.part)
 
 
 @gluon.jit
 def pass_by(ring, tile, channels):
-    """Release the blocks of a tile in which this consumer has no row."""
-    k_at, v_at = ring.k, ring.v
+    """Release the blocks of a tile in which this consumer has no row, and leave its turns to the other."""
     for _ in range(tile.kv_end - tile.kv_begin):
-        slot, k_at = channels.k.acquire_full(k_at)
+        slot, k_at = channels.k.acquire_full(ring.k)
         slot.release()
-        slot, v_at = channels.v.acquire_full(v_at)
+        slot, v_at = channels.v.acquire_full(ring.v)
         slot.release()
-    return Ring(k_at, v_at)
+        ring.take_turn(channels)
+        ring = Ring(k_at, v_at, ring.give_turn(channels), ring.part)
+    return ring
 
 
 @gluon.jit
 def deliver(out, lse, staging, results, view, C: gl.constexpr):
     """O, by TMA through the staging buffer, and lse."""
     if C.tma_store:
-        if not C.stage_in_q:
+        if not C.stage_in_q and not C.lends:
             tma.store_wait(0)  # the tile before has left it
         staging.store(out.to(staging.dtype))
         fence_async_shared()
@@ -433,8 +477,9 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
     begin, end = flags.range(schedule, C)
     walk = start_walk(schedule, begin, end, goes_back(C))
     at = channels.q.start()
-    query = Query(channels.q.slot(at, part), at, gl.to_tensor(-1))
-    work = no_work(channels, query.slot.buffer.dtype, C)
+    none = channels.q.slot(at, part)
+    query = Query(none, at, gl.to_tensor(-1), none, gl.to_tensor(False))
+    work = no_work(part, channels, query.slot.buffer.dtype, C)
     opened = gl.to_tensor(False)  # whether the tile at hand has been begun beside the end of the one before
     for t in range(begin, end):
         view = view_of(walk, flags.due(walk, t, C), part, window, C)
@@ -445,9 +490,10 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
             if not opened:
                 query = query_for(query, view, channels, part, C)
                 work = open_tile(work.ring, query, view, channels, scale, C)
-            work = steps(work, query, view, channels, scale, C)
+            work, owes = steps(work, query, view, channels, scale, C)
+            query = Query(query.slot, query.at, query.held, query.owed, owes)
             rows, staging = work.rows, query.slot.buffer
-            if C.tma_store and not C.stage_in_q:
+            if C.tma_store and not C.stage_in_q and not C.lends:
                 staging = channels.out.index(part)
             after = view_of(walk, walk.tile, part, window, C)
             opened = (t + 1 < end) & has_rows(after, C) & C.crosses
@@ -549,10 +595,11 @@ def forward_kernel(
     channels = Channels(
         make_channel(dtype, [C.rows, C.block_d], q_layout, C.q_stages, C.consumers, 1, C.consumers),
         make_channel(dtype, [C.block_n, C.block_d], k_layout, C.kv_stages, C.consumers),
-        make_channel(dtype, [C.block_n, C.block_dv], v_layout, C.kv_stages, C.consumers),
+        make_channel(dtype, [C.block_n, C.block_dv], v_layout, C.v_stages, C.consumers),
         gl.allocate_shared_memory(dtype, [C.consumers, C.rows, C.block_dv], out_layout)
-        if C.tma_store and not C.stage_in_q
+        if C.tma_store and not C.stage_in_q and not C.lends
         else None,
+        new_barriers(2, 1) if C.alternates else None,
     )
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, listed)
     results = Results(out, out_pointer, lse, lse_batch, lse_row, lse_head)
