@@ -61,6 +61,7 @@ def test_the_general_kernel_spills_in_no_loop_without_a_mask(name, compile_withi
     assert len(consume.loops) == 2
     for loop in consume.loops:
         assert loop.counts["HGMMA"] == (32 if kernel.config.block_d == 128 else 24)
+        assert loop.counts["FENCE"] == 1  # for dS and dQ
         assert loop.counts["STL"] == 0 or (kernel.config.block_d == 128 and kernel.config.right)
     assert serialised(kernel, "sm_90") == []
 

@@ -154,7 +154,7 @@ def run(case: Case, order: str, seed: int):
         (v, 64, 1, config.block_dv),
         (grad_out, rows, group, config.block_dv),
         (got_dk, 64, 1, config.block_d),
-        (got_dv, 64, 1, config.block_dv),
+        (got_dv, 64, 1, 64),
     )
     batch_step, head_step, row_step = steps
     most_blocks = q_rows // rows + batch + 1
@@ -280,10 +280,12 @@ def run_some(order, seed):
     for name in ("tiles of one block and of several", "a window, two heads in groups of two", "parts of tiles"):
         run(CASES[name], order, seed)
     if order == "round_robin":
+        run(CASES["64 columns"], order, seed)
         run(ONCE["turns and a window"], order, seed)
 
 
 ONE_CTA = "CTAs run one after the other on the emulator, so that turns are tested with a single one"
+ONE_THREAD = "one thread of a role waits for its stores, the others for a barrier behind that; here a role is one"
 FAMILY = Family(
     "hopper backward",
     runner=run_some,
@@ -295,5 +297,7 @@ FAMILY = Family(
             for change in ("delete", "move down", "one more in")
         },
         "Consumer.step: delete gl.barrier()": "it is never reached, see there",
+        "Consumer.step: delete gl.barrier() #2": ONE_THREAD,
+        "Consumer.step: move down tma.store_wait(0)": ONE_THREAD,
     },
 )

@@ -40,11 +40,11 @@ class Config:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: K and V, the rings, dS, dQ in fp32, mbarriers (each padded to 16 bytes), arguments of roles."""
+        """Bytes: K and V, the rings, dS, dK, dQ in fp32, mbarriers (each padded to 16 bytes), arguments of roles."""
         columns = self.block_d + self.block_dv
-        halves = (KEYS + STAGES * ROWS) * columns + STAGES * KEYS * ROWS
+        halves = (KEYS + STAGES * ROWS) * columns + STAGES * KEYS * ROWS + KEYS * self.block_d
         singles = 2 * STAGES * ROWS + ROWS * self.block_d
-        barriers = 2 * (3 + STAGES) + STAGES + 1
+        barriers = 2 * (3 + STAGES)
         return 2 * halves + 4 * singles + 16 * barriers + _ARGUMENTS
 
 

@@ -13,12 +13,14 @@ Roles, a warp each but for the consumers:
 
     tensor cores   S^T(i)   dP^T(i)   dV(i)      dQ(i-1)   dK(i)          S^T(i+1)
     threads                 P^T(i)    dS^T(i)              dQ(i-1) out
-    barriers       rows full          ds full(i)           dq, rows
+    barriers       rows full          rows(i-1) empty      dq, rows
 
 dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. A consumer that has done
-with a block of rows has done with dS of the one before too, so one barrier tells both. dQ is added in no order, to a
-workspace laid out as threads hold it (see `total`), or in turns (see `Turns`). TMA reads zeros past the end of a
-sequence and writes nothing there; a query row that is not there has lse = +inf and so P = 0.
+with a block of rows has written its dS, and has read that of the block before: one barrier tells all, behind the only
+fence of a step. V is loaded anew when the last dP is there and K when the last dQ is, as dK leaves through a buffer of
+its own and dV through dS. dQ is added in no order, to a workspace laid out as threads hold it (see `total`), or in
+turns (see `Turns`). TMA reads zeros past the end of a sequence and writes nothing there; a query row that is not there
+has lse = +inf and so P = 0.
 """
 
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
@@ -33,7 +35,7 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from jaggedtensor.kernels.shared.pipeline import Channel, Slot, make_channel, new_barriers
+from jaggedtensor.kernels.shared.pipeline import Channel, Slot, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, my_range, read_span
 
@@ -46,15 +48,14 @@ STAGES: gl.constexpr = gl.constexpr(2)  # of what comes with a block of rows, an
 
 @aggregate
 class Channels:
-    k: Channel  # 2 x [64, D]; dK leaves through it
-    v: Channel  # 2 x [64, Dv]; dV leaves through it
+    k: Channel  # 2 x [64, D]
+    v: Channel  # 2 x [64, Dv]
     rows: Channel  # [64, D] of Q, and the barriers of all that comes with a block of query rows
     grad_out: gl.shared_memory_descriptor  # [64, Dv] of each stage
     statistics: gl.shared_memory_descriptor  # 2 x [64] fp32: lse in log2 units and delta
-    ds: gl.shared_memory_descriptor  # 2 x [64, 64]: dS^T of each consumer
-    ds_full: gl.shared_memory_descriptor  # [2, 1]: both consumers have written theirs
+    ds: gl.shared_memory_descriptor  # 2 x [64, 64] of each stage: dS^T of each consumer, through which its dV leaves
     dq: Channel  # 2 x [64, D / 2] fp32: columns of each consumer
-    done: gl.shared_memory_descriptor  # both consumers have done with K
+    dk: gl.shared_memory_descriptor  # [64, D] of each consumer
 
 
 @aggregate
@@ -106,12 +107,14 @@ def keys_role(schedule, descriptors, channels, C: gl.constexpr):
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
+        _, v_after = channels.v.acquire_empty(v_at)  # before K is
+        for half in gl.static_range(2):
+            place = ragged_place(span.k_start, span.k_count, tile.block * KEYS + half * ROWS, tile.head)
+            channels.v.slot(v_at, half).load(v_desc, place)
         _, k_after = channels.k.acquire_empty(k_at)
-        _, v_after = channels.v.acquire_empty(v_at)
         for half in gl.static_range(2):
             place = ragged_place(span.k_start, span.k_count, tile.block * KEYS + half * ROWS, tile.head)
             channels.k.slot(k_at, half).load(k_desc, place)
-            channels.v.slot(v_at, half).load(v_desc, place)
         k_at, v_at = k_after, v_after
 
 
@@ -293,9 +296,9 @@ class Consumer:
 
     @gluon.jit
     def grad_query(self, turn, opaque):
-        """Issue my columns of dQ of a block, of the keys of both consumers."""
+        """Issue my columns of dQ of a block, of the keys of both consumers, when both have left its step."""
         at = by_turn(self.channels.rows, turn)
-        mbarrier.wait(self.channels.ds_full.index(at.index), at.phase)
+        mbarrier.wait(self.channels.rows.empty.index(at.index), at.phase)
         ds = self.channels.ds
         first: gl.constexpr = self.part * self.C.half
         k_columns = self.channels.k.buffers.index(opaque).slice(first, self.C.half, dim=1)
@@ -305,14 +308,25 @@ class Consumer:
 
     @gluon.jit
     def put_grad_query(self, dq, turn):
-        """My columns for the role that adds them."""
+        """My columns for the role that adds them: the slot, to be published behind a fence."""
         at = by_turn(self.channels.dq, turn)
         slot, _ = self.channels.dq.acquire_empty(at)
         if self.C.packed:  # what a thread holds of 16 rows and 8 columns is together, and a warp's is 512 bytes
             dq = dq.reshape([4, 2, 8, self.C.half // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([ROWS, self.C.half])
         self.channels.dq.slot(at, self.part).buffer.store(dq)
-        fence_async_shared()
-        slot.publish()
+        return slot
+
+    @gluon.jit
+    def put_grad_value(self, dv):
+        """dV of my keys to where my dS was, when both have done with that: 64 columns to a stage."""
+        mine = self.channels.ds
+        if dv.shape[1] > ROWS:
+            square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+            left, right = dv.reshape([ROWS, 2, ROWS]).permute((0, 2, 1)).split()
+            mine.index(self.part).store(gl.convert_layout(left, square, assert_trivial=True))
+            mine.index(self.part + 2).store(gl.convert_layout(right, square, assert_trivial=True))
+        else:
+            mine.index(self.part).store(dv)
 
     @gluon.jit
     def step(self, work, block, LATE: gl.constexpr):
@@ -339,18 +353,20 @@ class Consumer:
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = rounded(p * (dp - delta[None, :]), dtype)
         if LATE:
+            # From here on both have left the step before, and so dQ of the step before that, whose dS is replaced.
             dq = self.grad_query(turn - 1, opaque)
-            # Both consumers have left the step before, and so dQ of the step before that, whose dS is replaced.
-            before = by_turn(channels.rows, turn - 1)
-            mbarrier.wait(channels.rows.empty.index(before.index), before.phase)
+        else:  # dV of the tile before has left through dS
+            tma.store_wait(0)
+            gl.barrier()
         channels.ds.index(at.index * 2 + self.part).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(channels.ds_full.index(at.index), count=1)
         dk = warpgroup_mma(as_operand(ds, work.dk), rows.buffer, work.dk, is_async=True)
         if LATE:
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
-            self.put_grad_query(dq, turn - 1)
+            told = self.put_grad_query(dq, turn - 1)
+        fence_async_shared()
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        if LATE:
+            told.publish()
         rows.release()
         return Work(dk, dv, turn + 1)
 
@@ -376,7 +392,6 @@ def consume_role(schedule, out_descs, parts, channels, scales, window, PART: gl.
     nothing = gl.zeros([ROWS, C.block_d], gl.float32, DK)
     no_values = gl.zeros([ROWS, C.block_dv], gl.float32, DV)
     work = Work(nothing, no_values, gl.to_tensor(0))
-    phase = 0
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
@@ -390,29 +405,30 @@ def consume_role(schedule, out_descs, parts, channels, scales, window, PART: gl.
         work = me.step(work, tile.walked(0, C), False)
         for n in range(1, tile.end - tile.begin):
             work = me.step(work, tile.walked(n, C), True)
-        dq = me.grad_query(work.turn - 1, (work.turn >> 30) * 2)
-        slot = gl.load(schedule.tiles + t * 8 + 7) if C.cut else -1
-        me.put_grad_query(warpgroup_mma_wait(0, deps=(dq,)), work.turn - 1)
+        v_slot.release()
+        dq = warpgroup_mma_wait(0, deps=(me.grad_query(work.turn - 1, (work.turn >> 30) * 2),))
+        k_slot.release()
+        told = me.put_grad_query(dq, work.turn - 1)
+        fence_async_shared()
+        told.publish()
 
-        # Both read K for dQ; V of my keys is mine alone.
-        mbarrier.arrive(channels.done, count=1)
-        k_mine, v_mine = channels.k.slot(k_at, PART), channels.v.slot(v_at, PART)
+        slot = gl.load(schedule.tiles + t * 8 + 7) if C.cut else -1
         if C.cut and slot >= 0:
             store_part(parts, slot, work.dk, PART, 0, C)
             store_part(parts, slot, work.dv, PART, C.block_d, C)
         else:
-            v_mine.buffer.store(work.dv.to(dtype))
-            mbarrier.wait(channels.done, phase)
-            k_mine.buffer.store((work.dk * scales[1]).to(dtype))
+            channels.dk.index(PART).store((work.dk * scales[1]).to(dtype))
+            mbarrier.wait(k_slot.empty, k_at.phase)  # both have read dS
+            me.put_grad_value(work.dv.to(dtype))
             fence_async_shared()
-            place = ragged_place(span.k_start, span.k_count, first + PART * ROWS, tile.head)
-            tma.async_store(dv_desc, place, v_mine.buffer)
-            tma.async_store(dk_desc, place, k_mine.buffer)
-            tma.store_wait(0)
-        phase ^= 1
-        k_slot.release()
-        v_slot.release()
+            row = first + PART * ROWS
+            for half in gl.static_range(C.block_dv // ROWS):
+                place = ragged_place(span.k_start, span.k_count, row, tile.head, half * ROWS)
+                tma.async_store(dv_desc, place, channels.ds.index(PART + half * 2))
+            place = ragged_place(span.k_start, span.k_count, row, tile.head)
+            tma.async_store(dk_desc, place, channels.dk.index(PART))
         k_at, v_at = k_after, v_after
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "turn_head", "left", "right"])
@@ -422,7 +438,7 @@ def backward_kernel(
     v,
     grad_out,  # [rows, Hq, Dv]
     dk,
-    dv,
+    dv,  # in blocks of 64 columns
     dq,  # fp32 [rows, Hq, D], zeros to be added to; packed, an ordinary descriptor of [blocks * 128, D / 2]
     lse,  # fp32 [B, Hq, Lq] or [rows, Hq]
     delta,
@@ -450,8 +466,6 @@ def backward_kernel(
     natural: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], gl.float32)
     single: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2) if C.packed else natural
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(done, count=2)
     channels = Channels(
         make_channel(dtype, [ROWS, C.block_d], wide, 1, 2, 1, 2),
         make_channel(dtype, [ROWS, C.block_dv], wide_v, 1, 2, 1, 2),
@@ -459,9 +473,8 @@ def backward_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, C.block_dv], wide_v),
         gl.allocate_shared_memory(gl.float32, [STAGES * 2, ROWS], line),
         gl.allocate_shared_memory(dtype, [STAGES * 2, ROWS, ROWS], square),
-        new_barriers(STAGES, 2),
         make_channel(gl.float32, [ROWS, C.half], single, 1, 1, 1, 2),
-        done,
+        gl.allocate_shared_memory(dtype, [2, ROWS, C.block_d], wide),
     )
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)

@@ -58,7 +58,7 @@ def backward(
                     ragged(v, KEYS // 2, 1, config.block_dv),
                     ragged(flat(grad_out), rows, heads, config.block_dv),
                     ragged(dk, KEYS // 2, 1, config.block_d),
-                    ragged(dv, KEYS // 2, 1, config.block_dv),
+                    ragged(dv, KEYS // 2, 1, ROWS),
                     added,
                 ),
                 (
