@@ -447,7 +447,7 @@ def backward_kernel(
     stat_head,  # strides of both
     turns,  # int32, zeros to count in: see Turns; without turns, anything
     turn_head,  # of the turns of a head of keys; packed, blocks of dQ of a head of keys
-    parts,  # scratch for dK and dV of tiles that are cut, fp32 [slots, 128, D + Dv]; None if none is
+    parts,  # scratch for dK and dV of tiles that are cut, fp32 [slots, 128 * (D + Dv)]; None if none is
     tiles,  # of the schedule, by keys
     worker_offsets,
     q_offsets,  # [B + 1], None unless jagged
