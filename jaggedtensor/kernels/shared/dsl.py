@@ -31,6 +31,7 @@ else:
     aggregate = gluon.aggregate
 
 REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
+OLD_ASSEMBLER: gl.constexpr = gl.constexpr(not REINTERPRETS.value)  # ptxas 12.9, which Triton 3.8 brings
 
 
 @gluon.jit

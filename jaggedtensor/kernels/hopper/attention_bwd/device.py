@@ -26,6 +26,7 @@ has lse = +inf and so P = 0.
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import (
+    OLD_ASSEMBLER,
     aggregate,
     fence_async_shared,
     gl,
@@ -364,8 +365,12 @@ class Consumer:
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
             told = self.put_grad_query(dq, turn - 1)
         fence_async_shared()
+        if OLD_ASSEMBLER:  # which crashes where dQ is told of below
+            gl.barrier()
+            if LATE:
+                told.publish()
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        if LATE:
+        if LATE and not OLD_ASSEMBLER:
             told.publish()
         rows.release()
         return Work(dk, dv, turn + 1)
