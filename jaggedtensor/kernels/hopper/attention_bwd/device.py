@@ -246,6 +246,13 @@ def product(a, b):
     return warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
 
 
+@gluon.jit
+def as_held(x):
+    """Sums [64, columns] in the order in which threads hold them: what a thread has of 16 rows and 8 columns is
+    together, and so is a warp's, 512 bytes."""
+    return x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+
+
 @aggregate
 class Edge:
     """What decides which keys the rows of a tile see."""
@@ -312,8 +319,8 @@ class Consumer:
         """My columns for the role that adds them: the slot, to be published behind a fence."""
         at = by_turn(self.channels.dq, turn)
         slot, _ = self.channels.dq.acquire_empty(at)
-        if self.C.packed:  # what a thread holds of 16 rows and 8 columns is together, and a warp's is 512 bytes
-            dq = dq.reshape([4, 2, 8, self.C.half // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([ROWS, self.C.half])
+        if self.C.packed:
+            dq = as_held(dq).reshape([ROWS, self.C.half])
         self.channels.dq.slot(at, self.part).buffer.store(dq)
         return slot
 
@@ -380,7 +387,7 @@ class Consumer:
 def store_part(parts, slot, x, PART: gl.constexpr, column: gl.constexpr, C: gl.constexpr):
     """My 64 keys of dK or dV to a slot, as threads hold them (see `parts`), behind what so many columns take there."""
     columns: gl.constexpr = x.shape[1]
-    x = x.reshape([4, 2, 8, columns // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([ROWS * columns])
+    x = as_held(x).reshape([ROWS * columns])
     first = slot * (KEYS * (C.block_d + C.block_dv)) + KEYS * column + PART * ROWS * columns
     gl.store(parts + first + gl.arange(0, ROWS * columns, x.type.layout), x)
 
