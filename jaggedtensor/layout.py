@@ -20,7 +20,7 @@ from typing_extensions import Self
 from jaggedtensor.errors import check_integers, check_same_device, fail, is_readable
 from jaggedtensor.problem import UNLIMITED
 from jaggedtensor.schedules.cache import Packed, ScheduleCache
-from jaggedtensor.schedules.types import Identity, Mask, ScheduleKind, ScheduleRequest, TileAxis, TileSchedule
+from jaggedtensor.schedules.types import Identity, Mask, ScheduleKind, ScheduleRequest, TileAxis, TileSchedule, Wave
 
 _FROM_LENGTHS = "build offsets with JaggedTensor.from_lengths"
 
@@ -304,6 +304,7 @@ class JaggedLayout:
         mask_block: int = 0,
         tile_cost: int = 0,
         cut_last_round: int = 0,
+        wave: Wave = Wave.ALL,
         rows: int | None = None,
         q_rows: int | None = None,
     ) -> TileSchedule:
@@ -336,6 +337,7 @@ class JaggedLayout:
             cut_last_round: for `ZIGZAG`: where the host knows that all tiles cost the same, those that are left when
                 each worker has had as many as any other are cut, if at least two parts of so many passing blocks fit
                 in between (0: never). Such a schedule has `slots`.
+            wave: for `TileAxis.KEY` without a window or mask: of which KV blocks of each sequence.
             rows, q_rows: rows of the values of keys and of a jagged query: bounds for layouts on a GPU whose number of
                 tokens the host does not know. Unused where it does.
 
@@ -370,6 +372,7 @@ class JaggedLayout:
             tile_cost,
             mask_block,
             cut_last_round,
+            wave,
         )
         self._check_unchanged()
 

@@ -6,3 +6,4 @@ from jaggedtensor.schedules.types import ScheduleRequest as ScheduleRequest
 from jaggedtensor.schedules.types import Tile as Tile
 from jaggedtensor.schedules.types import TileAxis as TileAxis
 from jaggedtensor.schedules.types import TileSchedule as TileSchedule
+from jaggedtensor.schedules.types import Wave as Wave

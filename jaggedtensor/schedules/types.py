@@ -46,6 +46,16 @@ class TileAxis(enum.Enum):
     KEY = "key"  # a KV block stays, q blocks pass: backward, where dK and dV of a block have one owner
 
 
+class Wave(enum.Enum):
+    """Which KV blocks of each sequence a schedule is of, where others have schedules of their own: no two tiles of the
+    first or of the last wave share q blocks, and there is a tile of the last for all that have keys."""
+
+    ALL = "all"
+    FIRST = "first"  # the first KV block, of sequences that have two or more
+    MIDDLE = "middle"  # those between
+    LAST = "last"  # the last, or only, one
+
+
 class Tile(enum.IntEnum):
     """Columns of `TileSchedule.tiles`: a rectangle of blocks, each (q block, kv block) of which is computed."""
 
@@ -127,9 +137,10 @@ class ScheduleRequest:
     tile_cost: int = 0  # what starting a tile costs, in KV blocks: weighed by STREAM_K and LPT
     mask_block: int = 0  # queries, and keys, of a block of the mask; 0: it has the blocks of the schedule
     cut_last_round: int = 0  # blocks that pass a part of a tile of the last round, at least; 0: tiles are whole
+    wave: Wave = Wave.ALL  # of KV blocks that stay
 
     def __post_init__(self) -> None:
-        for name, member in (("kind", ScheduleKind), ("axis", TileAxis)):
+        for name, member in (("kind", ScheduleKind), ("axis", TileAxis), ("wave", Wave)):
             value = getattr(self, name)
             if not isinstance(value, member):
                 fail(
@@ -149,6 +160,9 @@ class ScheduleRequest:
                 fail(name, f"in {lowest}..{INT32_MAX}", value)
         if self.cut_last_round and self.kind is not ScheduleKind.ZIGZAG:
             fail("cut_last_round", f"0 for {self.kind}", self.cut_last_round, f"ask for {ScheduleKind.ZIGZAG}")
+        cuts = self.kind is ScheduleKind.STREAM_K or self.mask is not None or self.windowed
+        if self.wave is not Wave.ALL and (cuts or self.axis is TileAxis.QUERY):
+            fail("wave", f"{Wave.ALL} unless whole KV blocks stay and all q blocks pass each", self.wave)
 
     @property
     def windowed(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from jaggedtensor.errors import check_same_device, check_tensor, fail, is_readable
 from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.problem import UNLIMITED
-from jaggedtensor.schedules.types import INT32_MAX, Mask, ScheduleKind, ScheduleRequest, Tile, TileAxis
+from jaggedtensor.schedules.types import INT32_MAX, Mask, ScheduleKind, ScheduleRequest, Tile, TileAxis, Wave
 
 _LAST_ROW = INT32_MAX // len(Tile)  # so that `row * 8 + column` fits an int32
 _RANGES = (Tile.Q_BEGIN, Tile.Q_END, Tile.KV_BEGIN, Tile.KV_END)
@@ -82,6 +82,15 @@ class _Side:
         rows, filled = self.bounds.tokens * self.per_token, min(batch, self.bounds.tokens)
         return min((rows + (self.block - 1) * filled) // self.block, batch * self.most_blocks)
 
+    def blocks_of(self, wave: Wave, batch: int) -> int:
+        """The same of one wave; exact where all sequences are as long as each other."""
+        rows = self.bounds.tokens * self.per_token
+        if wave is Wave.FIRST:
+            return min(batch, rows // (self.block + 1)) if self.most_blocks > 1 else 0
+        if wave is Wave.MIDDLE:  # ceil(x / n) - 2 < x / n
+            return min(rows // self.block, batch * max(self.most_blocks - 2, 0))
+        return min(batch, rows) if wave is Wave.LAST else self.blocks_together(batch)
+
 
 @dataclass(frozen=True)
 class Units:
@@ -131,13 +140,13 @@ def valid_units(
         stays, passes, back, ahead = side, key, request.left, request.right
     else:
         stays, passes, back, ahead = key, side, request.right, request.left
-    capacity = stays.blocks_together(batch)
+    capacity = stays.blocks_of(request.wave, batch)
     if isinstance(stays.lengths, int):  # where few keys are spread over many sequences, most of these are empty
         capacity = min(capacity, min(batch, key.bounds.tokens) * stays.most_blocks)
     check_rows(capacity * request.heads)
     if mask is None and _passes_alike(request, side):
         return _units_of_whole_sequences(stays, passes, ahead, batch)
-    units = _units(request.axis, stays, passes, back, ahead, capacity, batch)
+    units = _units(request, stays, passes, back, ahead, capacity, batch)
     if mask is not None:
         return _with_holes(units, request, mask, stays, passes, batch)
     alike = key.bounds.equal and side.bounds.equal and not request.windowed
@@ -205,12 +214,20 @@ def _units_of_whole_sequences(stays: _Side, passes: _Side, ahead: int, batch: in
     return Units(rows, cost, passes.surely_most_blocks * stays.surely_most_blocks, weight, count)
 
 
-def _units(axis: TileAxis, stays: _Side, passes: _Side, back: int, ahead: int, capacity: int, batch: int) -> Units:
+def _units(
+    request: ScheduleRequest, stays: _Side, passes: _Side, back: int, ahead: int, capacity: int, batch: int
+) -> Units:
     """One unit for each stationary block that sees something. A token s sees those from `s + d - back` to
     `s + d + ahead`, where d is what the passing side is longer: contract 3 of the design, which the exchange of
     queries and keys turns into itself with `back` and `ahead` exchanged."""
-    all_blocks = stays.blocks_in(stays.lengths)
-    filled = all_blocks - _first_block(stays, passes, ahead)
+    axis, all_blocks = request.axis, stays.blocks_in(stays.lengths)
+    end_block, filled = all_blocks, all_blocks - _first_block(stays, passes, ahead)
+    if request.wave is Wave.FIRST:
+        end_block = filled = all_blocks.gt(1).to(torch.int64)
+    elif request.wave is Wave.MIDDLE:
+        end_block, filled = all_blocks - 1, (all_blocks - 2).clamp(min=0)
+    elif request.wave is Wave.LAST:
+        filled = all_blocks.clamp(max=1)
     if isinstance(passes.lengths, Tensor):
         filled = (passes.lengths > 0) * filled
     ends = filled.cumsum(0)  # [B]
@@ -219,7 +236,7 @@ def _units(axis: TileAxis, stays: _Side, passes: _Side, back: int, ahead: int, c
     unit = torch.arange(capacity + 1, device=ends.device)
     sequence = torch.searchsorted(ends, unit, right=True).clamp_(max=batch - 1)
     surplus = unit >= count.clamp(max=capacity)
-    block = unit - (ends - all_blocks)[sequence]
+    block = unit - (ends - end_block)[sequence]
 
     begin: Tensor | int = 0
     length = _of(passes.lengths, sequence)
