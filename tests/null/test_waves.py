@@ -85,11 +85,11 @@ def test_waves_are_told_apart_and_refused_where_tiles_are_no_whole_blocks():
     layout = JaggedLayout(offsets_of([5, 0, 9]))
     assert ask(layout, Wave.FIRST) is ask(layout, Wave.FIRST) is not ask(layout, Wave.LAST)
     ask(layout, Wave.FIRST).require(layout, wave=Wave.FIRST)
-    with pytest.raises(ValueError, match="wave of the schedule must be Wave.LAST, got Wave.FIRST"):
+    with pytest.raises(ValueError, match=r"wave of the schedule must be Wave\.LAST, got Wave\.FIRST"):
         ask(layout, Wave.FIRST).require(layout, wave=Wave.LAST)
     mask = torch.ones(3, 5, 5, dtype=torch.bool)
     for refused in (dict(axis=TileAxis.QUERY), dict(right=0), dict(mask=mask), dict(kind=ScheduleKind.STREAM_K)):
-        with pytest.raises(ValueError, match="wave must be Wave.ALL unless whole KV blocks stay"):
+        with pytest.raises(ValueError, match=r"wave must be Wave\.ALL unless whole KV blocks stay"):
             ask(layout, Wave.LAST, **refused)
     with pytest.raises(TypeError, match="wave must be a Wave"):
         ask(layout, "first")
