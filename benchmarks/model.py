@@ -460,6 +460,8 @@ def planned(name: str, which: str, chip: Chip) -> Planned:
         plan.plan_pair_backward(problem, keys, query, rows, q_rows)
     elif not jagged:
         plan.plan_broadcast_backward(problem, keys, rows)
+    elif plan is hopper:  # one schedule: waves take as long together
+        plan.plan_general_backward(problem, keys, query, rows, q_rows, in_waves=False)
     else:
         plan.plan_general_backward(problem, keys, query, rows, q_rows)
     planned_: Planned = keys

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from jaggedtensor.layout import JaggedLayout
 from jaggedtensor.problem import AttentionArgs, QueryKind
 from jaggedtensor.testing.attention import AttentionCase
 from jaggedtensor.testing.compiled import CompileCase
@@ -58,6 +59,18 @@ def _in_e4m3(args: AttentionArgs) -> None:
     launch.forward(args._replace(problem=replace(args.problem, dtype=q.dtype), q=q, k=k, v=v), None, by)
 
 
+def _in_waves(args: AttentionArgs) -> None:
+    """The general Hopper backward of a launch for each wave, for a batch that would be too small for it."""
+    from jaggedtensor.kernels.hopper.attention_bwd import launch
+    from jaggedtensor.kernels.hopper.plan import plan_general_backward
+
+    keys = JaggedLayout(args.k_offsets)
+    asked = (args.problem, keys, keys, args.k.shape[0], args.q.shape[0])
+    args = args._replace(q_offsets=args.k_offsets, schedule=plan_general_backward(*asked, in_waves=True))
+    out, lse = args.q.new_zeros(args.out_shape), args.q.new_zeros(args.lse_shape, dtype=torch.float32)
+    launch.backward(args, torch.zeros_like(out), torch.zeros_like(lse), out, lse, (True, True, True))
+
+
 FP16 = torch.float16
 CASES: dict[str, CompileCase] = {
     "broadcast 128": CompileCase(case_of(B, 128), quick=True),
@@ -92,6 +105,10 @@ CASES: dict[str, CompileCase] = {
     "jagged 128, cut tiles": CompileCase(
         AttentionCase((2048,), query=J, q_lengths=(2048,), dim=128, value_dim=128, dtype=torch.bfloat16),
         only="sm_90 backward",
+    ),
+    "jagged 128, waves": CompileCase(case_of(J, 128, q_lengths=(100, 0, 300)), only="sm_90 backward", run=_in_waves),
+    "jagged 64, waves": CompileCase(
+        case_of(J, 64, q_lengths=(100, 0, 300), dtype=FP16), only="sm_90 backward", run=_in_waves
     ),
     "jagged 128, much": CompileCase(case_of(J, 128), quick=True, only="sm_90 forward", run=_much),
     "jagged 64, much": CompileCase(case_of(J, 64, dtype=FP16), only="sm_90 forward", run=_much),

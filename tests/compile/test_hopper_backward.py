@@ -66,6 +66,19 @@ def test_the_general_kernel_spills_in_no_loop_without_a_mask(name, compile_withi
     assert serialised(kernel, "sm_90") == []
 
 
+@pytest.mark.parametrize("name", ["jagged 128, waves", "jagged 64, waves"])
+def test_no_wave_of_the_general_kernel_spills_in_a_loop(name, compile_within_rules):
+    kernels = compile_within_rules(name, "sm_90", "backward")
+    assert [kernel.config.last for kernel in kernels] == [False, False, True]
+    for kernel in kernels:
+        (consume,) = (role for role in kernel.roles.values() if role.kind == "consume")
+        for loop in consume.loops:
+            assert loop.counts["HGMMA"] == (32 if kernel.config.block_d == 128 else 24)
+            assert loop.counts["FENCE"] == 1
+            assert loop.counts["STL"] == loop.counts["LDL"] == 0
+        assert serialised(kernel, "sm_90") == []
+
+
 def test_heads_of_few_dimensions_are_left_to_the_portable_kernels():
     def lacks(*dims):
         problem = AttentionProblem(QueryKind.JAGGED, None, 4, 2, *dims, torch.float16, GPUS[9, 0])

@@ -45,6 +45,7 @@ class Case:
     deterministic: bool = False
     packed: bool = False
     parts: int = 0  # of tiles of the last round, which are cut along their blocks of rows
+    waves: bool = False  # dQ is stored, added to and finished by a launch for each wave of tiles
 
 
 def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
@@ -141,69 +142,86 @@ def run(case: Case, order: str, seed: int):
     else:
         steps = (0, 1, heads)
     written = math.nan if case.parts else 0.0  # keys that no query sees have no tile
+    got_dq = torch.zeros_like(q)  # nor have queries that see no key
+    if all(case.k_lengths):
+        got_dq.fill_(math.nan)
     got_dk, got_dv, total = torch.full_like(k, written), torch.full_like(v, written), torch.zeros(q.shape)
-    tiles, worker_offsets, *merges = plan_general_backward(
-        problem, keys, queries if case.jagged else None, k_rows, q_rows, least=1
+    schedule = plan_general_backward(
+        problem, keys, queries if case.jagged else None, k_rows, q_rows, least=1, in_waves=case.waves
     )
-    assert bool(merges) == config.cut
-    parts = torch.full_like(scratch(case.processors, config, k.device), math.nan) if merges else None
+    waves, merges = list(zip(schedule[::2], schedule[1::2], strict=False)), schedule[-1] if len(schedule) % 2 else None
+    assert len(waves) == (3 if case.waves else 1)
+    assert config.cut == (merges is not None)
+    parts = torch.full_like(scratch(case.processors, config, k.device), math.nan) if config.cut else None
     rows, group = configuration.ROWS // case.group, case.group
     blocks = (
         (q, rows, group, config.block_d),
         (k, 64, 1, config.block_d),
         (v, 64, 1, config.block_dv),
         (grad_out, rows, group, config.block_dv),
-        (got_dk, 64, 1, config.block_d),
+        (got_dk, 64, 1, config.half),
         (got_dv, 64, 1, 64),
+        (got_dq, rows, group, config.half),
     )
     batch_step, head_step, row_step = steps
     most_blocks = q_rows // rows + batch + 1
     added = ragged(total, rows, group, config.half)
     if case.packed:
         most_blocks = blocks_of(q_rows * group, batch)
-        held, added = workspace(case.kv_heads, most_blocks, config, total.device)
+        held, added = workspace(case.kv_heads, most_blocks, config, total.device, not case.waves)
+        if case.waves:
+            held.fill_(math.nan)
     turns = torch.zeros(case.kv_heads * most_blocks, dtype=torch.int32)
-    report = emulate(
-        backward_kernel,
-        (worker_offsets.shape[0] - 1,),
-        *(ragged(*block)[1]() for block in blocks),
-        added[1](),
-        lse.float(),
-        delta.float(),
-        batch_step,
-        row_step,
-        head_step,
-        turns,
-        most_blocks,
-        parts,
-        tiles,
-        worker_offsets,
-        queries.offsets() if case.jagged else None,
-        keys.offsets(),
-        q_len or 0,
-        scale * math.log2(math.e),
-        scale,
-        case.left,
-        case.right,
-        config,
-        num_warps=4,
-        order=order,
-        seed=seed,
-    )
-    report.raise_if_bad()
+    reports = []
+    for number, (tiles, worker_offsets) in enumerate(waves):
+        mine = replace(config, cut=False, last=True) if number == 2 else config
+        report = emulate(
+            backward_kernel,
+            (worker_offsets.shape[0] - 1,),
+            *(ragged(*block)[1]() for block in blocks),
+            added[1](),
+            lse.float(),
+            delta.float(),
+            batch_step,
+            row_step,
+            head_step,
+            turns,
+            most_blocks,
+            int(case.waves and number == 0),
+            parts if mine.cut else None,
+            tiles,
+            worker_offsets,
+            queries.offsets() if case.jagged else None,
+            keys.offsets(),
+            q_len or 0,
+            scale * math.log2(math.e),
+            scale,
+            case.left,
+            case.right,
+            mine,
+            num_warps=4,
+            order=order,
+            seed=seed,
+        )
+        report.raise_if_bad()
+        assert report.shared_peak <= configuration.SHARED_MEMORY
+        reports.append(report)
     if case.deterministic:
         assert int(turns.sum()) == sum(int(tile[3] - tile[2]) for tile in tiles), "not each tile has told of each block"
-    assert report.shared_peak <= configuration.SHARED_MEMORY
-    if case.packed:
+    if case.packed and not case.waves:
         take_out(case, held, total, queries.offsets().tolist(), config)
-    if merges:
-        add_parts(case, merges[0], parts, got_dk, got_dv, keys.offsets().tolist(), scale, config)
+    if case.waves:
+        untouched = got_dq[q_tokens:]
+        assert (untouched.isnan() if all(case.k_lengths) else untouched == 0).all()
+        got_dq, total, dq = got_dq[:q_tokens], got_dq[:q_tokens].float() / scale, dq[:q_tokens]
+    if merges is not None:
+        add_parts(case, merges, parts, got_dk, got_dv, keys.offsets().tolist(), scale, config)
         assert got_dk[k_tokens:].isnan().all()
         got_dk, got_dv, dk, dv = (x[:k_tokens] for x in (got_dk, got_dv, dk, dv))
     for name, got, wanted in (("dq", total * scale, dq), ("dk", got_dk, dk), ("dv", got_dv, dv)):
         error = (got.double() - wanted).norm() / wanted.norm()
         assert error < 2e-2, f"{name}: {error}"
-    return report
+    return reports[0]
 
 
 CASES = {
@@ -218,6 +236,10 @@ CASES = {
     "64 columns": Case((150, 0, 70), (100, 5, 130), dim=64, value_dim=64, right=0, packed=True),
     "more CTAs than tiles": Case((70,), (5,), processors=4),
     "parts of tiles": Case((200,) * 3, (150,) * 3, processors=4, packed=True, parts=2),
+    "waves": Case((150, 0, 64, 1, 390, 129), (100, 3, 0, 65, 200, 129), packed=True, waves=True),
+    "waves, two heads in groups of two": Case(
+        (300, 5, 128), (70, 9, 65), kv_heads=2, group=2, packed=True, waves=True, dtype=torch.bfloat16
+    ),
 }
 ONCE = {
     "three heads": Case((300, 0, 140, 20), (30, 9, 70, 64), kv_heads=3, processors=3),
@@ -227,6 +249,13 @@ ONCE = {
     ),
     "parts of 72 and 40 columns": Case((129,), (257,), dim=72, value_dim=40, processors=8, parts=4),
     "parts, queries per sequence": Case((250,), (300,), jagged=False, dim=64, value_dim=64, processors=11, parts=5),
+    "waves of 64 columns": Case((150, 0, 70, 400), (100, 5, 130, 64), dim=64, value_dim=64, packed=True, waves=True),
+    "waves of 40 and 128 columns, queries per sequence": Case(
+        (300, 5, 130), (70,) * 3, jagged=False, dim=40, packed=True, waves=True, slack=0
+    ),
+    "waves of 72 columns and parts of tiles": Case(
+        (384,) * 3, (150,) * 3, dim=72, value_dim=104, processors=7, packed=True, waves=True, parts=2
+    ),
     "128 and 64 columns": Case((140, 3), (70, 9), value_dim=64),
     "turns": Case((200, 5), (130, 9), kv_heads=2, group=2, right=70, deterministic=True, processors=1),
     "turns and a window": Case((300, 70), (190, 9), left=40, right=0, deterministic=True, processors=1),
@@ -277,10 +306,16 @@ def test_no_two_tiles_wait_for_each_other(left, right, group):
 
 
 def run_some(order, seed):
-    for name in ("tiles of one block and of several", "a window, two heads in groups of two", "parts of tiles"):
+    for name in (
+        "tiles of one block and of several",
+        "a window, two heads in groups of two",
+        "parts of tiles",
+        "waves",
+    ):
         run(CASES[name], order, seed)
     if order == "round_robin":
         run(CASES["64 columns"], order, seed)
+        run(CASES["waves, two heads in groups of two"], order, seed)
         run(ONCE["turns and a window"], order, seed)
 
 

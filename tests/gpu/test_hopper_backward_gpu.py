@@ -9,8 +9,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from jaggedtensor import JaggedLayout
+from jaggedtensor import JaggedLayout, JaggedTensor
 from jaggedtensor.kernels.dispatch import by_name
+from jaggedtensor.kernels.hopper import plan
 from jaggedtensor.kernels.hopper.plan import backward_lacks, plan_general_backward
 from jaggedtensor.problem import AttentionProblem, QueryKind
 from jaggedtensor.testing import offsets_of
@@ -101,6 +102,80 @@ def test_parts_of_tiles_of_a_last_round(batch, length, query, heads, dims):
     first, again = check(call), call.run("hopper")
     for one, other in zip(first[3:], again[3:], strict=True):  # dQ alone is added in no order
         assert torch.equal(one, other)
+
+
+@pytest.fixture
+def in_waves(monkeypatch):
+    """Whatever may come in waves does, however small."""
+    asked = []
+
+    def pay(problem, keys, query):
+        asked.append(problem)
+        return not (problem.windowed or problem.deterministic)
+
+    monkeypatch.setattr(plan, "waves_pay", pay)
+    yield
+    assert asked
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "dtype"),
+    [
+        ((128, 128), (2, 2), torch.bfloat16),
+        ((72, 104), (8, 2), torch.float16),
+        ((64, 64), (2, 2), torch.bfloat16),
+        ((40, 128), (8, 2), torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("query", [LENGTHS, OTHERS, 70], ids=("self", "cross", "per sequence"))
+def test_waves_of_tiles(query, dims, heads, dtype, in_waves):
+    """dQ is stored by the first tile of a sequence, of NaN otherwise, added to by those between, and finished by the
+    last: of none, one, two and many tiles, rows without keys and keys without rows."""
+    more = {"per_sequence": True} if isinstance(query, int) else {}
+    check(Call.random(LENGTHS, query, heads=heads, dims=dims, dtype=dtype, slack=5, **more))
+
+
+@pytest.mark.parametrize("lengths", [(2048,) * 3, (128,) * 50, (129,) * 300, (0,) * 70 + (6000,), (1,) * 900], ids=len)
+def test_waves_of_batches_of_all_shapes(lengths, in_waves):
+    check(Call.random(lengths, lengths, heads=(4, 4), dims=(128, 128)))
+
+
+def test_a_graph_of_waves_is_right_for_other_lengths(in_waves):
+    batch, capacity = 6, 1500
+    layout = JaggedLayout.with_capacity(batch, capacity, 1024, device="cuda")
+    values = torch.randn(capacity, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn_like(values)
+
+    def gradient(layout):
+        keys = JaggedTensor(values, layout)
+        return torch.autograd.grad(keys.attend(keys, backend="hopper").values(), values, weight)[0]
+
+    layout.copy_(offsets_of([64] * batch))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        gradient(layout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradient(layout)
+    for lengths in (
+        [64] * batch,
+        [1000, 12, 0, 0, 0, 1],
+        [0] * batch,
+        [1, 0, 500, 500, 400, 99],
+        [129, 257, 128, 1, 0, 2],
+    ):
+        offsets = offsets_of(lengths)
+        layout.copy_(offsets)
+        captured.fill_(torch.nan)
+        graph.replay()
+        tokens = sum(lengths)
+        x = values.detach()[:tokens].double().requires_grad_()
+        exact = JaggedTensor(x, offsets.cuda())
+        (wanted,) = torch.autograd.grad(exact.attend(exact, backend="portable").values(), x, weight[:tokens].double())
+        torch.testing.assert_close(captured[:tokens].double(), wanted, atol=0.05, rtol=0.02)
+        assert not captured[tokens:].any()
 
 
 def broadcast_calls():

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaggedtensor import JaggedLayout, ScheduleKind
+from jaggedtensor.kernels.hopper.plan import plan_general_backward
+from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.schedules import Tile, TileAxis, Wave
 from jaggedtensor.schedules.simulate import simulate
 from jaggedtensor.testing import offsets_of
@@ -93,3 +96,26 @@ def test_waves_are_told_apart_and_refused_where_tiles_are_no_whole_blocks():
             ask(layout, Wave.LAST, **refused)
     with pytest.raises(TypeError, match="wave must be a Wave"):
         ask(layout, "first")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "waves"),
+    [
+        ([4096] * 8, 16, True),
+        ([100] * 4096, 4, True),
+        ([4096] * 9, 16, False),  # 144 first tiles for 132 processors: two rounds
+        ([2048] * 3, 4, False),
+        ([*range(1000), 200000], 4, False),  # one sequence is most of the work
+        ([1] * 4096, 4, False),  # blocks of 64 rows for a row each
+        ([0] * 8, 16, False),
+    ],
+    ids=["dense", "many", "two rounds", "few", "a giant", "of one token", "empty"],
+)
+def test_the_hopper_backward_asks_for_waves_where_each_keeps_processors_busy(lengths, heads, waves):
+    layout, rows = JaggedLayout(offsets_of(lengths)), sum(lengths)
+    problem = AttentionProblem(
+        QueryKind.JAGGED, None, heads, heads, 128, 128, torch.bfloat16, Device("cuda", (9, 0), 132, 227 << 10)
+    )
+    assert len(plan_general_backward(problem, layout, layout, rows, rows)) // 2 == (3 if waves else 1)
+    for other in (dict(right=0), dict(left=5), dict(deterministic=True)):
+        assert len(plan_general_backward(replace(problem, **other), layout, layout, rows, rows)) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from jaggedtensor.block_masks import MASK_BLOCK
@@ -12,7 +13,7 @@ from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadc
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
 from jaggedtensor.kernels.shared.cuts import Cuts
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
-from jaggedtensor.schedules.types import ScheduleKind, TileAxis
+from jaggedtensor.schedules.types import ScheduleKind, TileAxis, Wave
 
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
@@ -110,27 +111,54 @@ def plan_general_backward(
     rows: int,
     q_rows: int,
     least: int = PART,
+    in_waves: bool | None = None,
 ) -> list[Tensor]:
     """KV blocks with the query blocks that see them, dealt as in forward: the longest first, and so of those that share
     queries the first keys first, as turns need it. With a limit to the left that is not so: one by one, then. The last
-    tiles of sequences that are all as long may be cut into parts of `least` blocks or more; their merges come third."""
+    tiles of sequences that are all as long may be cut into parts of `least` blocks or more; their merges come last. In
+    waves there are tiles and worker offsets of each. `in_waves`: whether to; None: where that pays."""
     q_len = problem.q_len if query is None else query
     assert q_len is not None
     one_by_one = problem.deterministic and problem.left != UNLIMITED
-    schedule = keys.schedule(
-        ScheduleKind.ROUND_ROBIN if one_by_one else ScheduleKind.ZIGZAG,
-        axis=TileAxis.KEY,
-        q_len=q_len,
-        heads=problem.kv_heads,
-        group=problem.group,
-        block_q=general.ROWS,
-        block_kv=general.KEYS,
-        workers=problem.device.processors,
-        left=problem.left,
-        right=problem.right,
-        tile_cost=2,
-        cut_last_round=0 if problem.deterministic else least,
-        rows=rows,
-        q_rows=q_rows,
-    )
-    return [*schedule.operands(), schedule.merges] if schedule.slots else schedule.operands()
+    in_waves = waves_pay(problem, keys, query) if in_waves is None else in_waves
+    schedules = [
+        keys.schedule(
+            ScheduleKind.ROUND_ROBIN if one_by_one else ScheduleKind.ZIGZAG,
+            axis=TileAxis.KEY,
+            q_len=q_len,
+            heads=problem.kv_heads,
+            group=problem.group,
+            block_q=general.ROWS,
+            block_kv=general.KEYS,
+            workers=problem.device.processors,
+            left=problem.left,
+            right=problem.right,
+            tile_cost=2,
+            cut_last_round=0 if problem.deterministic or wave in (Wave.FIRST, Wave.LAST) else least,
+            wave=wave,
+            rows=rows,
+            q_rows=q_rows,
+        )
+        for wave in ((Wave.FIRST, Wave.MIDDLE, Wave.LAST) if in_waves else (Wave.ALL,))
+    ]
+    tables = [table for schedule in schedules for table in schedule.operands()]
+    return tables + [schedule.merges for schedule in schedules if schedule.slots]
+
+
+def waves_pay(problem: AttentionProblem, keys: JaggedLayout, query: JaggedLayout | None) -> bool:
+    """Whether tiles may come in waves, and the host knows that each keeps all processors busy.
+
+    The first and the last wave have a tile for each sequence and head of keys: their last rounds must leave processors
+    idle for no more than a fiftieth of all rounds, and the longest sequence at most a processor's share, by some.
+    """
+    if torch.compiler.is_compiling() or problem.windowed or problem.deterministic:
+        return False
+    longest, tokens, batch = keys.longest_on_host, keys.known_num_tokens, keys.batch_size
+    most, queries = problem.q_len, batch * (problem.q_len or 0)
+    if query is not None:
+        most, queries = query.longest_on_host, query.known_num_tokens or 0
+    if longest is None or tokens is None or most is None or not general.pays(queries * problem.group, batch):
+        return False
+    processors, heads = problem.device.processors, problem.kv_heads
+    idle = -batch * heads % processors
+    return 100 * idle * general.KEYS <= heads * tokens and 4 * most * processors <= 5 * heads * queries

@@ -25,6 +25,7 @@ class Config:
     ordered: bool = False  # dQ is added in the order of the keys
     packed: bool = False  # dQ is added to a workspace as threads hold it
     cut: bool = False  # tiles of the last round are cut between CTAs
+    last: bool = False  # the last wave: what the workspace holds is added to dQ, which leaves in rows
     block_d: int = 128
     block_dv: int = 128
 
@@ -44,7 +45,7 @@ class Config:
         columns = self.block_d + self.block_dv
         halves = (KEYS + STAGES * ROWS) * columns + STAGES * KEYS * ROWS + KEYS * self.block_d
         singles = 2 * STAGES * ROWS + ROWS * self.block_d
-        barriers = 2 * (3 + STAGES)
+        barriers = 2 * (3 + STAGES) + self.last
         return 2 * halves + 4 * singles + 16 * barriers + _ARGUMENTS
 
 
@@ -54,6 +55,11 @@ def lacks(problem: AttentionProblem) -> list[str]:
     if problem.query is QueryKind.BROADCAST:
         reasons.append("takes queries of each sequence's own")
     return reasons + operand_lacks(problem, rows=ROWS, least=40)
+
+
+def pays(rows: int, batch: int) -> bool:
+    """Whether a workspace of whole blocks is at most twice as large as `rows` packed rows."""
+    return batch > 0 and (ROWS - 1) * (batch + 1) <= rows
 
 
 def _block(dim: int) -> int:

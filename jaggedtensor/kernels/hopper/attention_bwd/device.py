@@ -21,6 +21,10 @@ fence of a step. V is loaded anew when the last dP is there and K when the last 
 its own and dV through dS. dQ is added in no order, to a workspace laid out as threads hold it (see `total`), or in
 turns (see `Turns`). TMA reads zeros past the end of a sequence and writes nothing there; a query row that is not there
 has lse = +inf and so P = 0.
+
+Tiles may come in waves, a launch for each (`Wave` of the schedules). In the first, dQ of a block is stored, in place of
+zeros; in the last the reducer brings what is there, and consumers add their own, scale and round the sum and put it in
+rows where dK leaves later, from where the reducer stores it.
 """
 
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
@@ -36,7 +40,7 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from jaggedtensor.kernels.shared.pipeline import Channel, Slot, make_channel
+from jaggedtensor.kernels.shared.pipeline import Channel, Slot, make_channel, new_barriers
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, my_range, read_span
 
@@ -56,7 +60,8 @@ class Channels:
     statistics: gl.shared_memory_descriptor  # 2 x [64] fp32: lse in log2 units and delta
     ds: gl.shared_memory_descriptor  # 2 x [64, 64] of each stage: dS^T of each consumer, through which its dV leaves
     dq: Channel  # 2 x [64, D / 2] fp32: columns of each consumer
-    dk: gl.shared_memory_descriptor  # [64, D] of each consumer
+    dk: gl.shared_memory_descriptor  # 2 x [64, D / 2] of each consumer; in the last wave, dQ in rows on its way, too
+    free: gl.shared_memory_descriptor | gl.constexpr  # the last wave: no dQ of a tile is left there
 
 
 @aggregate
@@ -205,7 +210,7 @@ def turn_of(tile, span, block, left, C: gl.constexpr):
 
 
 @gluon.jit
-def reduce_role(schedule, dq_desc, turns, left, channels, C: gl.constexpr):
+def reduce_role(schedule, dq_desc, turns, stores, left, channels, C: gl.constexpr):
     begin, end = my_range(schedule)
     at = channels.dq.start()
     for t in range(begin, end):
@@ -220,8 +225,12 @@ def reduce_role(schedule, dq_desc, turns, left, channels, C: gl.constexpr):
             slot, after = channels.dq.acquire_full(at)
             if C.packed:
                 row = 2 * (turns.packed(tile, span, C) + block) * ROWS
-                for half in gl.static_range(2):
-                    tma.async_atomic_add(dq_desc, [row + half * ROWS, 0], channels.dq.slot(at, half).buffer)
+                if stores:
+                    for half in gl.static_range(2):
+                        tma.async_store(dq_desc, [row + half * ROWS, 0], channels.dq.slot(at, half).buffer)
+                else:
+                    for half in gl.static_range(2):
+                        tma.async_atomic_add(dq_desc, [row + half * ROWS, 0], channels.dq.slot(at, half).buffer)
             else:
                 row = block * (ROWS // C.group)
                 for half in gl.static_range(2):
@@ -233,6 +242,40 @@ def reduce_role(schedule, dq_desc, turns, left, channels, C: gl.constexpr):
             if C.ordered:
                 tma.store_wait(0, read_only=False)
                 turns.tell(mine, block, turn)
+
+
+@gluon.jit
+def finish_role(schedule, dq_desc, out_desc, turns, channels, C: gl.constexpr):
+    """In the last wave: brings what others have added to dQ of a block, and stores that of the block before, which
+    consumers have put where dK leaves later."""
+    begin, end = my_range(schedule)
+    at = channels.dq.start()
+    for t in range(begin, end):
+        tile = read_tile(schedule, t)
+        span = read_span(schedule, tile.sequence)
+        first = turns.packed(tile, span, C)
+        for n in range(tile.end - tile.begin):
+            row = 2 * (first + tile.walked(n, C)) * ROWS
+            _, after = channels.dq.acquire_empty(at)  # and so dQ of the block before is there
+            tma.store_wait(0)  # as this block's comes to where that of two before was
+            for half in gl.static_range(2):
+                channels.dq.slot(at, half).load(dq_desc, [row + half * ROWS, 0])
+            if n > 0:
+                store_grad_query(out_desc, channels, tile, span, n - 1, at.phase ^ 1, C)
+            at = after
+        channels.dq.acquire_empty(at)
+        store_grad_query(out_desc, channels, tile, span, tile.end - tile.begin - 1, at.phase ^ 1, C)
+        tma.store_wait(0)
+        mbarrier.arrive(channels.free, count=1)
+
+
+@gluon.jit
+def store_grad_query(out_desc, channels, tile, span, n, stage, C: gl.constexpr):
+    """dQ of the n-th block of a tile, which is whole."""
+    row = tile.walked(n, C) * (ROWS // C.group)
+    for half in gl.static_range(2):
+        place = ragged_place(span.q_start, span.q_count, row, tile.head * C.group, half * C.half)
+        tma.async_store(out_desc, place, channels.dk.index(half * 2 + stage))
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -251,6 +294,22 @@ def as_held(x):
     """Sums [64, columns] in the order in which threads hold them: what a thread has of 16 rows and 8 columns is
     together, and so is a warp's, 512 bytes."""
     return x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+
+
+@gluon.jit
+def from_held(x, like):
+    """Sums as threads hold them, `[64 * columns]` in any shape, in rows again: as `like`, and no data moves."""
+    x = x.reshape([4, like.shape[1] // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape(like.shape)
+    return gl.convert_layout(x, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def halves(x):
+    """The left half of the columns of sums, and the right."""
+    columns: gl.constexpr = x.shape[1] // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    left, right = x.reshape([ROWS, 2, columns]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 
 
 @aggregate
@@ -299,6 +358,7 @@ class Consumer:
     edge: Edge
     first: gl.tensor  # key of the tile
     scale_log2: gl.tensor
+    scale: gl.tensor
     part: gl.constexpr
     C: gl.constexpr
 
@@ -316,23 +376,45 @@ class Consumer:
 
     @gluon.jit
     def put_grad_query(self, dq, turn):
-        """My columns for the role that adds them: the slot, to be published behind a fence."""
+        """My columns for the role that adds them: the slot, to be told of behind a fence. In the last wave, with what
+        the slot has brought, for the role that stores them."""
         at = by_turn(self.channels.dq, turn)
-        slot, _ = self.channels.dq.acquire_empty(at)
-        if self.C.packed:
-            dq = as_held(dq).reshape([ROWS, self.C.half])
-        self.channels.dq.slot(at, self.part).buffer.store(dq)
+        if self.C.last:
+            slot, _ = self.channels.dq.acquire_full(at)
+            held: gl.constexpr = as_held(dq).reshape([ROWS, self.C.half]).type.layout
+            others = from_held(self.channels.dq.slot(at, self.part).buffer.load(held), dq)
+            dq = (dq + gl.where(self.first > 0, others, 0.0)) * self.scale  # no others, and anything, if this is alone
+            self.channels.dk.index(self.part * 2 + at.phase).store(dq.to(self.channels.dk.dtype))
+        else:
+            slot, _ = self.channels.dq.acquire_empty(at)
+            if self.C.packed:
+                dq = as_held(dq).reshape([ROWS, self.C.half])
+            self.channels.dq.slot(at, self.part).buffer.store(dq)
         return slot
+
+    @gluon.jit
+    def tell(self, slot):
+        """That of dQ is where the other role takes it from."""
+        if self.C.last:
+            slot.release()
+        else:
+            slot.publish()
+
+    @gluon.jit
+    def put_grad_key(self, dk):
+        """dK of my keys, half of the columns to a buffer."""
+        left, right = halves(dk)
+        self.channels.dk.index(self.part * 2).store(left)
+        self.channels.dk.index(self.part * 2 + 1).store(right)
 
     @gluon.jit
     def put_grad_value(self, dv):
         """dV of my keys to where my dS was, when both have done with that: 64 columns to a stage."""
         mine = self.channels.ds
         if dv.shape[1] > ROWS:
-            square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-            left, right = dv.reshape([ROWS, 2, ROWS]).permute((0, 2, 1)).split()
-            mine.index(self.part).store(gl.convert_layout(left, square, assert_trivial=True))
-            mine.index(self.part + 2).store(gl.convert_layout(right, square, assert_trivial=True))
+            left, right = halves(dv)
+            mine.index(self.part).store(left)
+            mine.index(self.part + 2).store(right)
         else:
             mine.index(self.part).store(dv)
 
@@ -375,10 +457,10 @@ class Consumer:
         if OLD_ASSEMBLER:  # which crashes where dQ is told of below
             gl.barrier()
             if LATE:
-                told.publish()
+                self.tell(told)
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
         if LATE and not OLD_ASSEMBLER:
-            told.publish()
+            self.tell(told)
         rows.release()
         return Work(dk, dv, turn + 1)
 
@@ -410,7 +492,7 @@ def consume_role(schedule, out_descs, parts, channels, scales, window, PART: gl.
         first = tile.block * KEYS
         j = first + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         edge = Edge(j, span.k_count - span.q_count, window[0], window[1])
-        me = Consumer(channels, edge, first, scales[0], PART, C)
+        me = Consumer(channels, edge, first, scales[0], scales[1], PART, C)
         work = Work(nothing, no_values, work.turn)
         k_slot, k_after = channels.k.acquire_full(k_at)
         v_slot, v_after = channels.v.acquire_full(v_at)
@@ -422,35 +504,41 @@ def consume_role(schedule, out_descs, parts, channels, scales, window, PART: gl.
         k_slot.release()
         told = me.put_grad_query(dq, work.turn - 1)
         fence_async_shared()
-        told.publish()
+        me.tell(told)
 
         slot = gl.load(schedule.tiles + t * 8 + 7) if C.cut else -1
         if C.cut and slot >= 0:
             store_part(parts, slot, work.dk, PART, 0, C)
             store_part(parts, slot, work.dv, PART, C.block_d, C)
         else:
-            channels.dk.index(PART).store((work.dk * scales[1]).to(dtype))
+            if not C.last:
+                me.put_grad_key((work.dk * scales[1]).to(dtype))
             mbarrier.wait(k_slot.empty, k_at.phase)  # both have read dS
             me.put_grad_value(work.dv.to(dtype))
+            if C.last:
+                mbarrier.wait(channels.free, k_at.phase)
+                me.put_grad_key((work.dk * scales[1]).to(dtype))
             fence_async_shared()
             row = first + PART * ROWS
             for half in gl.static_range(C.block_dv // ROWS):
                 place = ragged_place(span.k_start, span.k_count, row, tile.head, half * ROWS)
                 tma.async_store(dv_desc, place, channels.ds.index(PART + half * 2))
-            place = ragged_place(span.k_start, span.k_count, row, tile.head)
-            tma.async_store(dk_desc, place, channels.dk.index(PART))
+            for half in gl.static_range(2):
+                place = ragged_place(span.k_start, span.k_count, row, tile.head, half * C.half)
+                tma.async_store(dk_desc, place, channels.dk.index(PART * 2 + half))
         k_at, v_at = k_after, v_after
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "turn_head", "left", "right"])
+@gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "turn_head", "stores", "left", "right"])
 def backward_kernel(
     q,  # ragged descriptors of [rows, Hq, D], see shared.ragged
     k,  # [tokens, Hkv, D]
     v,
     grad_out,  # [rows, Hq, Dv]
-    dk,
+    dk,  # in blocks of half the columns
     dv,  # in blocks of 64 columns
+    out,  # the last wave: dQ [rows, Hq, D] in blocks of half the columns; else anything
     dq,  # fp32 [rows, Hq, D], zeros to be added to; packed, an ordinary descriptor of [blocks * 128, D / 2]
     lse,  # fp32 [B, Hq, Lq] or [rows, Hq]
     delta,
@@ -459,6 +547,7 @@ def backward_kernel(
     stat_head,  # strides of both
     turns,  # int32, zeros to count in: see Turns; without turns, anything
     turn_head,  # of the turns of a head of keys; packed, blocks of dQ of a head of keys
+    stores,  # packed: whether dQ is stored, and no zeros are needed
     parts,  # scratch for dK and dV of tiles that are cut, fp32 [slots, 128 * (D + Dv)]; None if none is
     tiles,  # of the schedule, by keys
     worker_offsets,
@@ -477,6 +566,7 @@ def backward_kernel(
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     natural: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], gl.float32)
     single: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2) if C.packed else natural
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], dtype)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     channels = Channels(
         make_channel(dtype, [ROWS, C.block_d], wide, 1, 2, 1, 2),
@@ -485,12 +575,14 @@ def backward_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, C.block_dv], wide_v),
         gl.allocate_shared_memory(gl.float32, [STAGES * 2, ROWS], line),
         gl.allocate_shared_memory(dtype, [STAGES * 2, ROWS, ROWS], square),
-        make_channel(gl.float32, [ROWS, C.half], single, 1, 1, 1, 2),
-        gl.allocate_shared_memory(dtype, [2, ROWS, C.block_d], wide),
+        make_channel(gl.float32, [ROWS, C.half], single, 1, 2 if C.last else 1, 1, 2),
+        gl.allocate_shared_memory(dtype, [4, ROWS, C.half], narrow),
+        new_barriers(1, 1).index(0) if C.last else None,
     )
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None)
     statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
     scales, window = (scale_log2, scale), (left, right)
+    turns = Turns(turns, turn_head)
     gl.warp_specialize(
         [
             (consume_role, (schedule, (dk, dv), parts, channels, scales, window, 0, C)),
@@ -498,7 +590,9 @@ def backward_kernel(
             (queries_role, (schedule, (q, grad_out), channels, C)),
             (keys_role, (schedule, (k, v), channels, C)),
             (statistics_role, (schedule, statistics, channels, C)),
-            (reduce_role, (schedule, dq, Turns(turns, turn_head), left, channels, C)),
+            (finish_role, (schedule, dq, out, turns, channels, C))
+            if C.last
+            else (reduce_role, (schedule, dq, turns, stores, left, channels, C)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

@@ -21,19 +21,17 @@ from jaggedtensor.problem import AttentionArgs
 MOST = 4  # programs that bring a sequence and head back, at most: long ones take several blocks each
 
 
-def pays(rows: int, batch: int) -> bool:
-    """Whether a workspace of whole blocks is at most twice as large as `rows` packed rows."""
-    return batch > 0 and (ROWS - 1) * (batch + 1) <= rows
-
-
 def blocks_of(rows: int, batch: int) -> int:
     """Blocks of a head, at most, where `batch` sequences have so many packed rows."""
     return (rows + (ROWS - 1) * (batch + 1)) // ROWS
 
 
-def workspace(heads: int, blocks: int, config: Config, device: torch.device) -> tuple[Tensor, Descriptor]:
-    """Zeros, and what the kernel adds to: half a block of columns at once."""
-    total = torch.zeros(heads * blocks * 2 * ROWS, config.half, dtype=torch.float32, device=device)
+def workspace(
+    heads: int, blocks: int, config: Config, device: torch.device, cleared: bool = True
+) -> tuple[Tensor, Descriptor]:
+    """Zeros if `cleared`, and what the kernel adds to: half a block of columns at once."""
+    new = torch.zeros if cleared else torch.empty
+    total = new(heads * blocks * 2 * ROWS, config.half, dtype=torch.float32, device=device)
 
     def make() -> TensorDescriptor:
         layout = gl.NVMMASharedLayout(0, 32, 2)
