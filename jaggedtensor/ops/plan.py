@@ -17,7 +17,7 @@ from jaggedtensor.ops.attention import _DTYPES, Window, _autocast, _backend, _ch
 from jaggedtensor.ops.fp8 import E4M3, choose_fp8, wide_dtype
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, Device, QueryKind, tf32_allowed
 from jaggedtensor.schedules.simulate import Simulation, simulate
-from jaggedtensor.schedules.types import ScheduleKind, Tile, TileAxis, TileSchedule
+from jaggedtensor.schedules.types import ScheduleKind, Tile, TileAxis, TileSchedule, Wave
 from jaggedtensor.tensor import JaggedTensor, picture_of_lengths
 
 
@@ -479,7 +479,8 @@ def _why(schedule: TileSchedule, layout: JaggedLayout) -> str:
     low, high, few, many = ends
     cut = len(schedule.merges) if schedule.kind is ScheduleKind.ZIGZAG else 0
     more = f"; the last {cut} in {schedule.slots} parts" if cut else ""
-    return _WHY[schedule.kind].format(low=low, high=high, few=few, many=many) + more
+    wave = "" if schedule.request.wave is Wave.ALL else f"the {schedule.request.wave.value} wave, "
+    return wave + _WHY[schedule.kind].format(low=low, high=high, few=few, many=many) + more
 
 
 def _short(value: float, unit: str) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaggedtensor import JaggedLayout, ScheduleKind
 from jaggedtensor.kernels.hopper.plan import plan_general_backward
+from jaggedtensor.ops.plan import machine_of, plan_of
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.schedules import Tile, TileAxis, Wave
 from jaggedtensor.schedules.simulate import simulate
@@ -119,3 +120,14 @@ def test_the_hopper_backward_asks_for_waves_where_each_keeps_processors_busy(len
     assert len(plan_general_backward(problem, layout, layout, rows, rows)) // 2 == (3 if waves else 1)
     for other in (dict(right=0), dict(left=5), dict(deterministic=True)):
         assert len(plan_general_backward(replace(problem, **other), layout, layout, rows, rows)) == 2
+
+
+def test_a_plan_says_which_wave_a_schedule_is_of():
+    lengths = torch.tensor([4096] * 8)
+    problem = AttentionProblem(
+        QueryKind.JAGGED, None, 16, 16, 128, 128, torch.bfloat16, Device("cuda", (9, 0), 132, 227 << 10)
+    )
+    text = str(plan_of(problem, lengths, lengths, machine=machine_of("h200"), backend="hopper"))
+    for wave in ("first", "middle", "last"):
+        assert f"backward  zigzag by key: the {wave} wave, tiles cost" in text
+    assert "forward   zigzag by query: tiles cost" in text
