@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jaggedtensor import JaggedLayout, JaggedTensor, ScheduleKind
-from jaggedtensor.schedules import TileAxis
+from jaggedtensor.schedules import TileAxis, Wave
 from jaggedtensor.schedules.build import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -60,6 +60,17 @@ OPTIONS = {
     "odd heads": dict(heads=3),
     "more workers than tiles": dict(workers=5000),
 }
+
+
+@pytest.mark.parametrize("wave", [Wave.FIRST, Wave.MIDDLE, Wave.LAST])
+def test_gpu_and_cpu_build_the_same_waves(wave):
+    options = dict(axis=TileAxis.KEY, q_len=100, heads=4, workers=132, block_kv=64, wave=wave, cut_last_round=1)
+    for lengths in (drawn(300, 500), torch.full((9,), 1000), torch.zeros(5, dtype=torch.int64)):
+        on_cpu, on_gpu = (
+            JaggedLayout(offsets_of(lengths, device)).schedule(ScheduleKind.ZIGZAG, **options)
+            for device in ("cpu", "cuda")
+        )
+        assert_same(on_gpu, on_cpu)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -181,7 +192,7 @@ def test_more_tokens_than_declared_fail_visibly(within):
     program = f"""
 import torch
 from jaggedtensor import JaggedLayout, ScheduleKind
-from jaggedtensor.schedules import TileAxis
+from jaggedtensor.schedules import TileAxis, Wave
 layout = JaggedLayout.with_capacity(4, 1000, 500, device="cuda")
 def make():
     return layout.schedule(ScheduleKind.ZIGZAG, q_len=1, heads=1, workers=4, axis=TileAxis.KEY, block_kv=1)
