@@ -135,7 +135,7 @@ def test_waves_of_tiles(query, dims, heads, dtype, in_waves):
     check(Call.random(LENGTHS, query, heads=heads, dims=dims, dtype=dtype, slack=5, **more))
 
 
-@pytest.mark.parametrize("lengths", [(2048,) * 3, (128,) * 50, (129,) * 300, (0,) * 70 + (6000,), (1,) * 900], ids=len)
+@pytest.mark.parametrize("lengths", [(2048,) * 3, (128,) * 50, (129,) * 300, (0,) * 70 + (6000,), (64,) * 700], ids=len)
 def test_waves_of_batches_of_all_shapes(lengths, in_waves):
     check(Call.random(lengths, lengths, heads=(4, 4), dims=(128, 128)))
 
@@ -173,7 +173,7 @@ def test_a_graph_of_waves_is_right_for_other_lengths(in_waves):
         tokens = sum(lengths)
         x = values.detach()[:tokens].double().requires_grad_()
         exact = JaggedTensor(x, offsets.cuda())
-        (wanted,) = torch.autograd.grad(exact.attend(exact, backend="portable").values(), x, weight[:tokens].double())
+        (wanted,) = torch.autograd.grad(exact.attend(exact, backend="reference").values(), x, weight[:tokens].double())
         torch.testing.assert_close(captured[:tokens].double(), wanted, atol=0.05, rtol=0.02)
         assert not captured[tokens:].any()
 
