@@ -305,6 +305,7 @@ class JaggedLayout:
         tile_cost: int = 0,
         cut_last_round: int = 0,
         wave: Wave = Wave.ALL,
+        run: int = 1,
         rows: int | None = None,
         q_rows: int | None = None,
     ) -> TileSchedule:
@@ -338,6 +339,8 @@ class JaggedLayout:
                 each worker has had as many as any other are cut, if at least two parts of so many passing blocks fit
                 in between (0: never). Such a schedule has `slots`.
             wave: for `TileAxis.KEY` without a window or mask: of which KV blocks of each sequence.
+            run: for `ZIGZAG`: how many tiles of a head are dealt before as many of the next (1: the heads of a tile
+                follow each other). Few heads are then at work at once, and what their tiles share is still in L2.
             rows, q_rows: rows of the values of keys and of a jagged query: bounds for layouts on a GPU whose number of
                 tokens the host does not know. Unused where it does.
 
@@ -373,6 +376,7 @@ class JaggedLayout:
             mask_block,
             cut_last_round,
             wave,
+            run,
         )
         self._check_unchanged()
 

@@ -3,7 +3,8 @@
 Heads have the same tiles, so the tiles of one head are listed, sorted and dealt once. Heads and workers are divided
 into as many teams as both can be divided into, gcd(heads, workers): with 4 heads, 132 workers make 4 teams of 33, each
 with a head of its own, and the query that a team keeps on chip never changes. Within a team the heads of a tile are
-dealt one after another. All teams deal alike, so the heads of a sequence are read at about the same time.
+dealt one after another. All teams deal alike, so the heads of a sequence are read at about the same time. With a `run`
+of a request, as many tiles of a head are dealt before those of the next, so that few heads are at work at once.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ def deal(units: Units, request: ScheduleRequest, last: LastRound | None = None) 
         hands = _contiguous(items, places, workers)
     elif kind is ScheduleKind.ROUND_ROBIN:
         hands = _round_robin(items, places, workers)
+    elif kind is ScheduleKind.ZIGZAG and request.run > 1:
+        unit, _ = units.spread(torch.arange(places, device=items.device), heads, request.run)
+        costs = torch.cat((cost[unit], cost.new_zeros(1)))  # what is dealt after the last item
+        hands = _zigzag(costs, places, 1, workers, request.tile_cost)
     elif kind is ScheduleKind.ZIGZAG:
         hands = _zigzag(cost, places, heads, workers, request.tile_cost)
     else:
@@ -73,11 +78,11 @@ def deal(units: Units, request: ScheduleRequest, last: LastRound | None = None) 
     team = tile // one
     inside = tile - team * one
     line = hands.places if last is None else last.tiles(hands.places)
-    unit = line // heads
+    unit, mine = units.spread(line, heads, request.run)
     unit = (unit if order is None else order[unit])[inside]
     head = team * heads
     if heads > 1:
-        head = head + (line % heads)[inside]
+        head = head + mine[inside]
     owner = team * workers + hands.owners[inside]
     offsets = torch.arange(teams, device=items.device)[:, None] * items + hands.ends[:-1]
     offsets = torch.cat((offsets.flatten(), total[None]))

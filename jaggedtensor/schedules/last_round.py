@@ -78,11 +78,12 @@ class LastRound:
         heads = request.heads // self.teams
         number = torch.arange(self.teams * self.left, device=units.cost.device)
         tile = self.whole + number % self.left
-        rows = units.rows[tile // heads]
+        unit, head = units.spread(tile, heads, request.run)
+        rows = units.rows[unit]
         begin, end = (Tile.Q_BEGIN, Tile.Q_END) if request.axis is TileAxis.QUERY else (Tile.KV_BEGIN, Tile.KV_END)
         merges = torch.empty(number.shape[0], len(Merge), dtype=torch.int32, device=number.device)
         merges[:, Merge.SEQUENCE] = rows[:, Tile.SEQUENCE]
-        merges[:, Merge.HEAD] = number // self.left * heads + tile % heads
+        merges[:, Merge.HEAD] = number // self.left * heads + head
         merges[:, Merge.BEGIN] = rows[:, begin]
         merges[:, Merge.END] = rows[:, end]
         merges[:, Merge.SLOT] = number * self.parts

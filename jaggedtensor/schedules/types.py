@@ -138,6 +138,7 @@ class ScheduleRequest:
     mask_block: int = 0  # queries, and keys, of a block of the mask; 0: it has the blocks of the schedule
     cut_last_round: int = 0  # blocks that pass a part of a tile of the last round, at least; 0: tiles are whole
     wave: Wave = Wave.ALL  # of KV blocks that stay
+    run: int = 1  # tiles of a head that are dealt before as many of the next; 1: the heads of a tile follow each other
 
     def __post_init__(self) -> None:
         for name, member in (("kind", ScheduleKind), ("axis", TileAxis), ("wave", Wave)):
@@ -148,7 +149,7 @@ class ScheduleRequest:
                 )
         least = dict(
             block_q=1, block_kv=1, heads=1, group=1, workers=1, q_len=0, left=-1, right=-1, tile_cost=0, mask_block=0,
-            cut_last_round=0,
+            cut_last_round=0, run=1,
         )  # fmt: skip
         for name, lowest in least.items():
             value = getattr(self, name)
@@ -158,8 +159,9 @@ class ScheduleRequest:
                 fail(name, "an int", value, error=TypeError)
             if not lowest <= value <= INT32_MAX:
                 fail(name, f"in {lowest}..{INT32_MAX}", value)
-        if self.cut_last_round and self.kind is not ScheduleKind.ZIGZAG:
-            fail("cut_last_round", f"0 for {self.kind}", self.cut_last_round, f"ask for {ScheduleKind.ZIGZAG}")
+        for name, nothing in (("cut_last_round", 0), ("run", 1)):
+            if getattr(self, name) != nothing and self.kind is not ScheduleKind.ZIGZAG:
+                fail(name, f"{nothing} for {self.kind}", getattr(self, name), f"ask for {ScheduleKind.ZIGZAG}")
         cuts = self.kind is ScheduleKind.STREAM_K or self.mask is not None or self.windowed
         if self.wave is not Wave.ALL and (cuts or self.axis is TileAxis.QUERY):
             fail("wave", f"{Wave.ALL} unless whole KV blocks stay and all q blocks pass each", self.wave)

@@ -112,6 +112,16 @@ class Units:
         """A bound on the number of units that the host knows."""
         return self.cost.shape[0] - 1
 
+    def spread(self, item: Tensor, heads: int, run: int) -> tuple[Tensor, Tensor]:
+        """The unit of each item of so many heads, and the head: `run` units of a head, then the same of the next."""
+        if run == 1 or heads == 1:
+            return item // heads, item % heads
+        first = item // (run * heads) * run
+        rest = item - first * heads
+        length = (self.count - first).clamp_(1, run)  # of a head's run, the last of which may be shorter
+        unit = (first + rest % length).masked_fill_(item >= self.count * heads, self.capacity)
+        return unit, (rest // length).clamp_(max=heads - 1)
+
 
 def valid_units(
     request: ScheduleRequest,

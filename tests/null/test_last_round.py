@@ -46,6 +46,7 @@ def cases(draw):
         block_kv=draw(st.sampled_from([1, 2, 3])),
         tile_cost=draw(st.sampled_from([0, 0, 2])),
         least=draw(st.sampled_from([1, 1, 2, 3, 5])),
+        run=draw(st.sampled_from([1, 1, 2, 7])),
     )
 
 
@@ -53,7 +54,8 @@ def cases(draw):
 def test_every_block_is_computed_once_in_whole_tiles_or_in_parts_that_are_the_last_items(case):
     keys = JaggedLayout(offsets_of([case["length"]] * case["batch"]))
     q_len = keys if case["queries"] is None else case["queries"]
-    options = {name: case[name] for name in ("axis", "heads", "group", "workers", "block_q", "block_kv", "tile_cost")}
+    names = ("axis", "heads", "group", "workers", "block_q", "block_kv", "tile_cost", "run")
+    options = {name: case[name] for name in names}
     schedule = ask(keys, q_len=q_len, cut_last_round=case["least"], **options)
     plain = ask(keys, q_len=q_len, **options)
     q_blocks = -(-(case["queries"] or case["length"]) * case["group"] // case["block_q"])
@@ -166,6 +168,8 @@ def test_other_kinds_refuse_and_cached_schedules_are_told_apart():
     layout = JaggedLayout(offsets_of([40] * 3))
     with pytest.raises(ValueError, match=r"cut_last_round must be 0 for ScheduleKind\.LPT, got 2; ask for"):
         ask(layout, kind=ScheduleKind.LPT, cut_last_round=2)
+    with pytest.raises(ValueError, match=r"run must be 1 for ScheduleKind\.ROUND_ROBIN, got 2; ask for"):
+        ask(layout, kind=ScheduleKind.ROUND_ROBIN, run=2)
     with pytest.raises(ValueError, match="cut_last_round must be in 0"):
         ask(layout, cut_last_round=-1)
     assert ask(layout, workers=22, cut_last_round=1) is not ask(layout, workers=22)

@@ -32,6 +32,7 @@ class Case:
     left: int = -1
     right: int = -1
     tile_cost: int = 0
+    run: int = 1
     masked: str | None = None
     dtype: torch.dtype = torch.int64
     slack: int = 0
@@ -71,6 +72,7 @@ class Case:
             right=self.right,
             mask=self.mask,
             tile_cost=self.tile_cost,
+            run=self.run,
         )
 
     def sees(self, i, j, q_length, k_length):
@@ -212,11 +214,12 @@ def cases(draw, **fixed):
     batch = draw(st.integers(0, 5))
     lengths = st.lists(st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13]), min_size=batch, max_size=batch)
     jagged = draw(st.booleans())
+    kind = fixed.get("kind") or draw(st.sampled_from(list(ScheduleKind)))
     drawn = dict(
         k_lengths=draw(lengths),
         q_lengths=draw(lengths) if jagged else [draw(st.integers(0, 6))] * batch,
         jagged=jagged,
-        kind=draw(st.sampled_from(list(ScheduleKind))),
+        kind=kind,
         axis=draw(st.sampled_from(list(TileAxis))),
         heads=draw(st.integers(1, 4)),
         group=draw(st.sampled_from([1, 1, 2, 3])),
@@ -226,6 +229,7 @@ def cases(draw, **fixed):
         left=draw(st.sampled_from([-1, -1, 0, 1, 4])),
         right=draw(st.sampled_from([-1, -1, 0, 1, 4])),
         tile_cost=draw(st.sampled_from([0, 0, 1, 3])),
+        run=draw(st.sampled_from([1, 2, 3, 50])) if kind is ScheduleKind.ZIGZAG else 1,
         masked=draw(st.sampled_from([None, None, "tensor", "function"])),
         dtype=draw(st.sampled_from([torch.int64, torch.int32])),
     )
@@ -338,6 +342,23 @@ def test_zigzag_hands_on_what_is_over_the_mean():
     """Dealt evenly, the worker with the giant would have 24 + 1 + 1 and the mean is 14."""
     schedule = check(Case([24] + [1] * 4, [1] * 5, kind=ScheduleKind.ZIGZAG, block_kv=1, workers=2))
     assert schedule.worker_offsets.tolist() == [0, 1, 5]
+
+
+@pytest.mark.parametrize("axis", TileAxis)
+def test_tiles_of_one_head_are_dealt_before_those_of_the_next(axis):
+    """Of two sequences, by five workers."""
+    common = dict(kind=ScheduleKind.ZIGZAG, axis=axis, heads=2, workers=5, block_q=1, block_kv=1)
+
+    def at_once(lengths, **options):
+        schedule = check(Case(lengths, lengths, jagged=True, **common, **options))
+        rows = tiles_of(schedule)
+        hands = [rows[a:b] for a, b in itertools.pairwise(schedule.worker_offsets.tolist())]
+        return [{(row.sequence, row.head) for row in turn if row} for turn in itertools.zip_longest(*hands)]
+
+    assert [len(some) for some in at_once([5, 5])] == [2, 2, 2, 2]
+    assert at_once([5, 5], run=5) == [{(0, 0)}, {(0, 1)}, {(1, 0)}, {(1, 1)}]
+    # Of twelve blocks of a head, runs of five, five and two.
+    assert at_once([6, 6], run=5) == [{(0, 0)}, {(0, 1)}, {(0, 0), (1, 0)}, {(0, 1), (1, 1)}, {(1, 0), (1, 1)}]
 
 
 def test_round_robin_deals_equal_counts():
