@@ -46,12 +46,15 @@ CASES = {
     "an empty part, heads in groups of two": case_of((130, 0, 64), q_length=70, heads=4, kv_heads=2),
     "three heads for one": case_of((130, 0, 64), J, q_lengths=(50, 3, 30), heads=3),
     "jagged": case_of((130, 0, 64, 265), J, q_lengths=(200, 3, 0, 64), dim=128),
-    "last blocks over half full": case_of((128, 70, 0, 250), J, q_lengths=(140, 130, 3, 64), dim=128, processors=1),
+    "last blocks over half full": case_of(
+        (128, 70, 0, 250), J, q_lengths=(140, 130, 3, 64), dim=128, heads=2, kv_heads=2, processors=1
+    ),
     "causal, more queries than keys": case_of((30, 0, 64, 65), J, q_lengths=(200, 300, 5, 300), causal=True),
     "causal, one query for all": case_of((30, 0, 64), q_length=200, heads=4, kv_heads=2, causal=True),
     "window": case_of((500, 0, 64), P, q_length=70, heads=4, kv_heads=2, window=(150, 5)),
     "256": case_of((130, 0, 64), q_length=70, dim=256),
     "256 and 64": case_of((130, 0, 64), J, q_lengths=(150, 3, 200), dim=256, value_dim=64),
+    "three blocks of one query, narrow values": case_of((130, 0, 64, 265, 9), q_length=300, dim=128, value_dim=64),
     "dimensions that differ": case_of((130, 0, 64), J, q_lengths=(150, 3, 20), dim=40, value_dim=72),
     "nothing at all": case_of((0, 0)),
     "cut between CTAs": case_of((1500,), q_length=100),
@@ -139,6 +142,7 @@ ANCHORED = [
     "three heads for one",
     "jagged",
     "last blocks over half full",
+    "three blocks of one query, narrow values",
     "causal, more queries than keys",  # whose rows without any key have their tiles done again
     "nothing at all",
     "cut, of many",

@@ -41,6 +41,7 @@ class Config:
     anchored: bool = False  # no block but the first has a maximum, see shared.anchor; a second launch mends that
     redoes: bool = False  # only flagged tiles are walked
     alternates: bool = False  # two consumers issue their products in turns
+    leads: bool = False  # K is loaded a block ahead of V, Q a tile ahead
     lends: bool = False  # O leaves through the buffer of its own Q while the next tile has another; V has a slot more
     block_d: int = 64  # D, rounded up to a power of two; the columns past D are zeros
     block_dv: int = 64
@@ -85,10 +86,15 @@ class Config:
         return self.anchored and not self.windowed and not self.masked
 
     @property
+    def hands(self) -> bool:
+        """Whether each tile has a Q of its own, whose buffer is free for another one at once."""
+        return self.leads and not self.resident and not self.windowed
+
+    @property
     def exact(self) -> Config:
         """The same with a maximum for each block."""
         settles = _settles(False, self.broadcast, self.q_blocks)
-        return replace(self, anchored=False, alternates=False, lends=False, settles=settles)
+        return replace(self, anchored=False, alternates=False, leads=False, lends=False, settles=settles)
 
     @property
     def redo(self) -> Config:
@@ -147,6 +153,9 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
     anchored = block_n == 128 and problem.left == UNLIMITED and not problem.masked
     anchored = bool(chosen.get("anchored", anchored))
     q_stages = 1 if stays or ctas == 2 or wide > 128 else 2
+    # Where keys come from memory more than from the cache: a third V is asked for earlier, the next tile's Q later.
+    lends = anchored and broadcast and q_blocks > 1 and q_stages == 2 and tma_store and d == dv
+    lends = bool(chosen.get("lends", lends))
     fields: dict[str, Any] = dict(
         **shape,
         block_n=block_n,
@@ -159,8 +168,9 @@ def _select(problem: AttentionProblem, **chosen: int) -> Config:
         settles=_settles(anchored, broadcast, q_blocks),
         anchored=anchored,
         alternates=anchored and shape["consumers"] == 2,
-        # Where keys come from memory more than from the cache: a third V is asked for earlier, the next tile's Q later.
-        lends=anchored and broadcast and q_blocks > 1 and q_stages == 2 and tma_store and d == dv,
+        lends=lends,
+        # A Q buffer is free when the next tile begins.
+        leads=anchored and not lends and q_stages == 2 and shape["consumers"] == 2,
         block_d=d,
         block_dv=dv,
         block_m=block_m,

@@ -1,6 +1,6 @@
 """Forward: one CTA for each multiprocessor walks its tiles of the schedule. Its roles, for two consumers:
 
-    load       Q(t)  K0 K1 V0 K2 V1 ..           Q(t+1)  K0 K1 V0 ..          one warp; TMA, as far ahead as slots allow
+    load       Q(t)  K0 V0 K1 V1 ..              Q(t+1)  K0 V0 ..             one warp; TMA, as far ahead as slots allow
     consumer 0      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  M packed rows of the tile; wgmma
     consumer 1      S0 softmax | S1 PV0 softmax | S2 PV1 softmax | .. PVn, O  the next M
     fill            0 and -inf for rows that no tile has                      one warp, beside all this
@@ -96,12 +96,11 @@ class Flags:
         return begin, end
 
     @gluon.jit
-    def due(self, walk, t, C: gl.constexpr):
-        """Tile `t` of a walk, without keys if it is not to be done again."""
-        tile = walk.tile
+    def due(self, tile, place, C: gl.constexpr):
+        """A tile of the schedule, without keys if it is not to be done again."""
         end = tile.kv_end
         if C.redoes:
-            again = is_flagged(self.places, place_of(t, walk.last, walk.mirror), C.flags)
+            again = is_flagged(self.places, place, C.flags)
             end = gl.where(again, end, tile.kv_begin)
         return Tile(tile.sequence, tile.head, tile.q_block, tile.kv_begin, end)
 
@@ -128,24 +127,30 @@ def goes_back(C: gl.constexpr):
 
 
 @gluon.jit
-def load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
+def load_query(tile, span, at, descriptor, channels, C: gl.constexpr):
+    """The rows of each consumer. The counter of the next Q."""
     PARTS: gl.constexpr = C.consumers
+    q_start = 0 if C.broadcast else span.q_start
+    _, after = channels.q.acquire_empty(at)
+    for part in gl.static_range(PARTS):
+        first = (tile.q_block * C.consumers + part) * (C.rows // C.group)
+        place = ragged_place(q_start, span.q_count, first, tile.head * C.heads)
+        channels.q.slot(at, part).load(descriptor, place)
+    return after
+
+
+@gluon.jit
+def load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
     q_desc, k_desc, v_desc = descriptors
     begin, end = flags.range(schedule, C)
     walk = start_walk(schedule, begin, end, goes_back(C))
     q_at, k_at, v_at = channels.q.start(), channels.k.start(), channels.v.start()
     held = -1
     for t in range(begin, end):
-        tile, span = flags.due(walk, t, C), walk.span
+        tile, span = flags.due(walk.tile, place_of(t, walk.last, walk.mirror), C), walk.span
         walk = walk.next(t)
         if C.lends or not C.resident or query_of(tile, C) != held:
-            q_start = 0 if C.broadcast else span.q_start
-            _, after = channels.q.acquire_empty(q_at)
-            for part in gl.static_range(PARTS):
-                first = (tile.q_block * C.consumers + part) * (C.rows // C.group)
-                place = ragged_place(q_start, span.q_count, first, tile.head * C.heads)
-                channels.q.slot(q_at, part).load(q_desc, place)
-            q_at = after
+            q_at = load_query(tile, span, q_at, q_desc, channels, C)
             held = query_of(tile, C)
         for n in range(tile.kv_end - tile.kv_begin):
             row = schedule.block(tile.kv_end - 1 - n) * C.block_n
@@ -153,6 +158,47 @@ def load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
             slot.load(k_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
             slot, v_at = channels.v.acquire_empty(v_at)
             slot.load(v_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
+
+
+@gluon.jit
+def leading_load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
+    """The same, ahead: K of a block before V of the one that is walked before it, as its slot is free half a step
+    earlier, and Q a tile before its keys. Each tile has some, and neither slot of Q is needed until its end.
+
+    A block of keys that ends with its sequence is known by three numbers: where that is, rows up to there, and a head.
+    """
+    q_desc, k_desc, v_desc = descriptors
+    begin, end = flags.range(schedule, C)
+    walk = start_walk(schedule, begin, end, goes_back(C))
+    q_at, k_at, v_at = channels.q.start(), channels.k.start(), channels.v.start()
+    held = gl.to_tensor(-1)
+    # Numbers of their own: Triton takes a name for a constant of the loop whose first value is one of the walk's.
+    stop, row, head = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    if begin < end:
+        q_at = load_query(walk.tile, walk.span, q_at, q_desc, channels, C)
+        held = query_of(walk.tile, C)
+    for t in range(begin, end):
+        tile, span = walk.tile, walk.span
+        next_stop, next_row = span.k_start + span.k_count, (tile.kv_end - 1) * C.block_n - span.k_count
+        walk = walk.next(t)
+        slot, k_at = channels.k.acquire_empty(k_at)
+        slot.load(k_desc, ragged_place(next_stop, 0, next_row, tile.head))
+        if t > begin:  # the last block of the tile before
+            slot, v_at = channels.v.acquire_empty(v_at)
+            slot.load(v_desc, ragged_place(stop, 0, row, head))
+        stop, row, head = next_stop, next_row, tile.head
+        if t + 1 < end and (not C.resident or query_of(walk.tile, C) != held):
+            q_at = load_query(walk.tile, walk.span, q_at, q_desc, channels, C)
+            held = query_of(walk.tile, C)
+        for _ in range(tile.kv_end - tile.kv_begin - 1):
+            slot, k_at = channels.k.acquire_empty(k_at)
+            slot.load(k_desc, ragged_place(stop, 0, row - C.block_n, head))
+            slot, v_at = channels.v.acquire_empty(v_at)
+            slot.load(v_desc, ragged_place(stop, 0, row, head))
+            row -= C.block_n
+    if begin < end:
+        slot, v_at = channels.v.acquire_empty(v_at)
+        slot.load(v_desc, ragged_place(stop, 0, row, head))
 
 
 @aggregate
@@ -200,9 +246,9 @@ class View:
 
 
 @gluon.jit
-def view_of(walk, tile, part, window, C: gl.constexpr):
+def view_of(schedule, tile, span, part, window, C: gl.constexpr):
     first = tile.q_block * C.block_m + part * C.rows
-    return View(walk.schedule, tile, walk.span, first, window[0], window[1])
+    return View(schedule, tile, span, first, window[0], window[1])
 
 
 @gluon.jit
@@ -231,14 +277,19 @@ class Query:
 
 
 @gluon.jit
-def query_for(query, view, channels, part: gl.constexpr, C: gl.constexpr):
-    """The Q of a tile: the one at hand if it is the same, else the next of the channel."""
+def query_for(query, view, channels, part: gl.constexpr, C: gl.constexpr, LATER: gl.constexpr = False):
+    """The Q of a tile: the one at hand if it is the same, else the next of the channel. LATER: the one before is
+    released when scores of this have been issued, see `cross`."""
     number = query_of(view.tile, C)
     if C.lends:
         query.repay(query.owes)  # a tile of one block has not done so
         slot = channels.q.slot(query.at, part)
         _, at = channels.q.acquire_full(query.at)
         query = Query(slot, at, number, query.slot, query.held >= 0)
+    elif LATER and C.hands:
+        slot = channels.q.slot(query.at, part)
+        _, at = channels.q.acquire_full(query.at)
+        query = Query(slot, at, number, query.slot, query.owes)
     elif not C.resident or number != query.held:
         if query.held >= 0:
             if C.stage_in_q:
@@ -382,9 +433,10 @@ def steps(work, query, view, channels, scale, C: gl.constexpr):
 
 
 @gluon.jit
-def cross(work, query, view, channels, scale, C: gl.constexpr, HALF: gl.constexpr):
+def cross(work, query, view, walk, t, channels, scale, C: gl.constexpr, HALF: gl.constexpr):
     """From one tile to the next, whose view and query these are: the last product of the one beside the first scores
-    of the other. What the one comes to, and the work on the other. HALF: the other ends early, see View."""
+    of the other. What the one comes to, the work on the other, and the walk, at the tile after it. HALF: the other ends
+    early, see View."""
     k_slot, k_at = channels.k.acquire_full(work.ring.k)
     keys = k_slot.buffer.slice(0, C.block_n // 2) if HALF else k_slot.buffer
     v_slot, v_at = channels.v.acquire_full(work.ring.v)
@@ -392,6 +444,9 @@ def cross(work, query, view, channels, scale, C: gl.constexpr, HALF: gl.constexp
     score = issue_scores(query.slot.buffer, keys)
     acc = warpgroup_mma(work.p, v_slot.buffer, work.acc, is_async=True)
     turn = work.ring.give_turn(channels)
+    if C.hands:  # while the tensor cores have enough to do
+        walk = walk.next(t)
+        query.owed.release()
     score = warpgroup_mma_wait(1, deps=(score,))
     k_slot.release()
     p, rows = first_of(score, view, work.p.dtype, scale, C)
@@ -402,7 +457,7 @@ def cross(work, query, view, channels, scale, C: gl.constexpr, HALF: gl.constexp
     acc = warpgroup_mma_wait(0, deps=(acc,))
     v_slot.release()
     ring = Ring(k_at, v_at, turn, work.ring.part)
-    return acc, Work(rows, as_operand(p, work.p.dtype, acc), no_output(C), ring)
+    return acc, Work(rows, as_operand(p, work.p.dtype, acc), no_output(C), ring), walk
 
 
 @gluon.jit
@@ -481,10 +536,16 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
     query = Query(none, at, gl.to_tensor(-1), none, gl.to_tensor(False))
     work = no_work(part, channels, query.slot.buffer.dtype, C)
     opened = gl.to_tensor(False)  # whether the tile at hand has been begun beside the end of the one before
+    tile, span = walk.tile, walk.span
+    if C.hands:
+        walk = walk.next(begin)
     for t in range(begin, end):
-        view = view_of(walk, flags.due(walk, t, C), part, window, C)
-        walk = walk.next(t)
+        if not C.hands:
+            tile, span = walk.tile, walk.span
+            walk = walk.next(t)
         place = place_of(t, walk.last, walk.mirror)
+        view = view_of(schedule, flags.due(tile, place, C), span, part, window, C)
+        after = view_of(schedule, walk.tile, walk.span, part, window, C)
         slot = gl.load(schedule.tiles + place * 8 + 7) if C.splits else -1
         if has_rows(view, C):
             if not opened:
@@ -495,20 +556,21 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
             rows, staging = work.rows, query.slot.buffer
             if C.tma_store and not C.stage_in_q and not C.lends:
                 staging = channels.out.index(part)
-            after = view_of(walk, walk.tile, part, window, C)
             opened = (t + 1 < end) & has_rows(after, C) & C.crosses
             if opened:
-                query = query_for(query, after, channels, part, C)
+                query = query_for(query, after, channels, part, C, True)
                 if C.halves:
                     if after.ends_early(C):
-                        acc, work = cross(work, query, after, channels, scale, C, True)
+                        acc, work, walk = cross(work, query, after, walk, t + 1, channels, scale, C, True)
                     else:
-                        acc, work = cross(work, query, after, channels, scale, C, False)
+                        acc, work, walk = cross(work, query, after, walk, t + 1, channels, scale, C, False)
                 else:
-                    acc, work = cross(work, query, after, channels, scale, C, False)
+                    acc, work, walk = cross(work, query, after, walk, t + 1, channels, scale, C, False)
             else:
                 acc, ring = close_tile(work, channels)
                 work = Work(rows, work.p, no_output(C), ring)
+                if C.hands:
+                    walk = walk.next(t + 1)
             again = finish(acc, rows, staging, results, parts, slot, view, scale, C)
             flags.tell(place, part, again, C)
         else:
@@ -516,6 +578,10 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
             work = Work(work.rows, work.p, work.acc, pass_by(work.ring, view.tile, channels))
             opened = gl.to_tensor(False)
             flags.tell(place, part, nobody(), C)
+            if C.hands:
+                walk = walk.next(t + 1)
+        if C.hands:
+            tile, span = after.tile, after.span
     tma.store_wait(0)
 
 
@@ -626,7 +692,7 @@ def forward_kernel(
             [
                 (consume_role, (0, schedule, flags, channels, results, parts, scale, window, C)),
                 (consume_role, (1, schedule, flags, channels, results, parts, scale, window, C)),
-                (load_role, (schedule, flags, (q, k, v), channels, C)),
+                (leading_load_role if C.leads else load_role, (schedule, flags, (q, k, v), channels, C)),
                 (fill_role, (schedule, results, batch, q_rows, right, C)),
             ],
             [4, 1, 1],
