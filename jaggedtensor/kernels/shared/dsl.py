@@ -3,10 +3,11 @@
 Every Gluon family imports from here; older versions of Triton don't get this far (`needs_triton` in `dispatch`).
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import ampere
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout as TensorMemoryLayout
 from triton.experimental.gluon.language.nvidia.blackwell import add2 as add2
 from triton.experimental.gluon.language.nvidia.blackwell import allocate_tensor_memory as allocate_tensor_memory
@@ -32,6 +33,17 @@ else:
 
 REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
 OLD_ASSEMBLER: gl.constexpr = gl.constexpr(not REINTERPRETS.value)  # ptxas 12.9, which Triton 3.8 brings
+
+
+def _policy(priority: str) -> Any:
+    """How L2 is to keep what a TMA copy touches; None before 3.9, which cannot say."""
+    if not hasattr(ampere, "CachePolicy"):
+        return None
+    return ampere.CachePolicy(l2=ampere.FractionalEvictionPolicy(priority, 1.0))
+
+
+EVICT_FIRST: gl.constexpr = gl.constexpr(_policy("evict_first"))
+EVICT_LAST: gl.constexpr = gl.constexpr(_policy("evict_last"))
 
 
 @gluon.jit

@@ -36,10 +36,14 @@ class Slot:
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
-    def load(self, descriptor, place):
-        """Fill it by TMA with the block of `descriptor` at `place`; the slot is full when all bytes are there."""
+    def load(self, descriptor, place, policy: gl.constexpr = None):
+        """Fill it by TMA with the block of `descriptor` at `place`; the slot is full when all bytes are there.
+        `policy`: how L2 is to keep them, see `dsl.EVICT_LAST`."""
         mbarrier.expect(self.full, descriptor.nbytes_per_cta)
-        tma.async_load(descriptor, place, self.full, self.buffer)
+        if policy is None:
+            tma.async_load(descriptor, place, self.full, self.buffer)
+        else:
+            tma.async_load(descriptor, place, self.full, self.buffer, cache_policy=policy)
 
     @gluon.jit
     def publish(self):
@@ -84,6 +88,15 @@ class Channel:
         """Wait until the slot is filled. The slot, and the counter after it."""
         mbarrier.wait(self.full.index(at.index), at.phase)
         return self.slot(at), at.next()
+
+
+@gluon.jit
+def async_store_by(descriptor, place, buffer, policy: gl.constexpr):
+    """Store a block by TMA; `policy` as for loads."""
+    if policy is None:
+        tma.async_store(descriptor, place, buffer)
+    else:
+        tma.async_store(descriptor, place, buffer, cache_policy=policy)
 
 
 @gluon.jit
