@@ -116,6 +116,7 @@ REASONS: dict[tuple[str, ...], Reason] = {
     ("hopper/attention_bwd", "keys_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd", "reduce_role"): Reason(_CONSTANTS, loads=1),
     ("hopper/attention_bwd_broadcast", "store_role"): Reason(_CONSTANTS, loads=1),
+    ("hopper/attention_bwd_broadcast", "score_role", "3.8"): Reason(_CONSTANTS, loads=3),
 }
 
 

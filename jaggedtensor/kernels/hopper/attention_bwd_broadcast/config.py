@@ -68,8 +68,8 @@ def select(problem: AttentionProblem) -> Config:
     assert problem.rows is not None
     parts = -(-problem.rows // ROWS)
     workers = max(1, problem.device.processors // parts)  # not one CTA more than processors
-    # Where there is no room for both: dO ahead gains more with short sequences, K ahead in a chain of parts.
-    for stages in ((8, 4, 2), (4, 4, 2), (2, 2, 2) if parts == 1 else (4, 2, 1)):
+    # Where there is no room for both, K goes ahead, which is held until dQ of its tile is there, and not dO.
+    for stages in ((8, 4, 2), (4, 4, 2), (4, 2, 1)):
         config = Config(
             64, *stages, block_d, block_dv, problem.value_dim, problem.group, problem.q_heads, workers, parts
         )

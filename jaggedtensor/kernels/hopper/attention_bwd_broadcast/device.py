@@ -20,6 +20,11 @@ Each of the three has products for less than half of the time, so that those of 
 others do. Q of a head is an operand of S in registers, which spares half of what S reads from shared memory; such a
 product holds its warps, so it is issued when none of them is on its way.
 
+Where a query has one part, a scorer is a step late with dQ, which then runs behind S, while threads make P:
+
+    products  S(n)           dQ(n-1)          dP(n)            S(n+1) ..
+    threads   dS(n-1) out    P(n), P(n) out                    dS(n)
+
 dX (dV or dK) leaves through the buffer that P (or dS) of its tile was in, which only the maker reads. TMA reads zeros
 past the end of a sequence and stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite
 dS, which meets K = 0 in dQ.
@@ -29,6 +34,8 @@ A query of more rows has a CTA for each 128 of them, in a chain: see `store_role
 
 from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
 from jaggedtensor.kernels.shared.dsl import (
+    EVICT_FIRST,
+    EVICT_LAST,
     aggregate,
     fence_async_shared,
     gl,
@@ -39,7 +46,7 @@ from jaggedtensor.kernels.shared.dsl import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from jaggedtensor.kernels.shared.pipeline import Channel, make_channel
+from jaggedtensor.kernels.shared.pipeline import Channel, async_store_by, make_channel
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.walk import Schedule, read_tile, start_walk
 
@@ -134,6 +141,17 @@ def held_back(next_one, turn, known, patience, C: gl.constexpr):
 
 
 @gluon.jit
+def load_keys(slot, descriptor, place, C: gl.constexpr):
+    """K or V of a tile. They stay in L2 until the last part of the query has them."""
+    if C.parts == 1:
+        slot.load(descriptor, place)
+    elif my_part(C) < C.parts - 1:
+        slot.load(descriptor, place, EVICT_LAST)
+    else:
+        slot.load(descriptor, place, EVICT_FIRST)
+
+
+@gluon.jit
 def load_keys_role(schedule, descriptors, progress, channels, C: gl.constexpr):
     k_desc, v_desc = descriptors
     begin, end = my_range(schedule, C)
@@ -149,9 +167,9 @@ def load_keys_role(schedule, descriptors, progress, channels, C: gl.constexpr):
                 turn += 1
             place = ragged_place(span.k_start, span.k_count, block * C.block_n, tile.head)
             slot, k_at = channels.k.acquire_empty(k_at)
-            slot.load(k_desc, place)
+            load_keys(slot, k_desc, place, C)
             slot, v_at = channels.v.acquire_empty(v_at)
-            slot.load(v_desc, place)
+            load_keys(slot, v_desc, place, C)
         walk = walk.next(t)
 
 
@@ -194,7 +212,7 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
                     before = gl.atomic_add(mine - 1, 0, sem="acquire", scope="gpu")
             slot, at = out.acquire_full(at)
             if part == 0:
-                tma.async_store(out_desc, place, slot.buffer)
+                async_store_by(out_desc, place, slot.buffer, EVICT_LAST if C.parts > 1 else None)
             else:
                 tma.async_atomic_add(out_desc, place, slot.buffer)
             tma.store_wait(0)
@@ -239,10 +257,14 @@ class Scorer:
     def add_grad_query(self, ds, turn, acc):
         """dQ + dS K, with dS in registers."""
         slot = self.channels.k.slot(by_turn(self.channels.k, turn))
-        acc = warpgroup_mma(as_operand(ds, acc), slot.buffer, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma_wait(0, deps=(self.grad_query(ds, slot, acc),))
         slot.release()
         return acc
+
+    @gluon.jit
+    def grad_query(self, ds, k_slot, acc):
+        """Issue dQ + dS K."""
+        return warpgroup_mma(as_operand(ds, acc), k_slot.buffer, acc, is_async=True)
 
     @gluon.jit
     def put(self, channel, turn, x):
@@ -259,10 +281,22 @@ class Scorer:
         return p
 
     @gluon.jit
-    def put_grad_scores(self, p, dp, delta, turn):
-        ds = rounded(p * (dp - delta[:, None]), self.channels.ds.buffers.dtype)
-        self.put(self.channels.ds, turn, ds)
-        return ds
+    def grad_of_scores(self, p, dp, delta):
+        return rounded(p * (dp - delta[:, None]), self.channels.ds.buffers.dtype)
+
+    @gluon.jit
+    def late(self, s, lse, ds, turn, goes_on, acc):
+        """P of a tile, whose S is issued, and dQ of the one before it. The first of a sequence has none before it: dS
+        is 0, and its own K as good as any."""
+        if goes_on:
+            self.put(self.channels.ds, turn - 1, ds)
+        k_slot = self.channels.k.slot(by_turn(self.channels.k, gl.where(goes_on, turn - 1, turn)))
+        acc = self.grad_query(ds, k_slot, acc)
+        p = self.put_probabilities(warpgroup_mma_wait(1, deps=(s,)), lse, turn)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if goes_on:
+            k_slot.release()
+        return p, acc
 
     @gluon.jit
     def put_share(self, shares, slot, share):
@@ -315,18 +349,29 @@ def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constex
         grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
         grad_out = me.rows_of(grad_slot)
         delta = here.delta(row, lse, out, grad_out.load(OUT_LAYOUT))
-        for _ in range(tile.kv_begin, tile.kv_end):
+        ds = gl.zeros([ROWS, N], channels.ds.buffers.dtype, S_LAYOUT)  # of the tile before, in this sequence
+        for block in range(tile.kv_begin, tile.kv_end):
             if turn < 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
                 gl.barrier()
             s = me.scores(q, turn)
-            dp = me.grad_scores(grad_out, turn)
-            p = me.put_probabilities(warpgroup_mma_wait(1, deps=(s,)), lse, turn)
+            if C.parts > 1:
+                dp = me.grad_scores(grad_out, turn)
+                p = me.put_probabilities(warpgroup_mma_wait(1, deps=(s,)), lse, turn)
+            else:
+                p, acc = me.late(s, lse, ds, turn, block > tile.kv_begin, acc)
+                dp = me.grad_scores(grad_out, turn)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             channels.v.slot(by_turn(channels.v, turn)).release()
-            ds = me.put_grad_scores(p, dp, delta, turn)
-            acc = me.add_grad_query(ds, turn, acc)
+            if block + 1 == tile.kv_end:
+                grad_slot.release()
+            ds = me.grad_of_scores(p, dp, delta)
+            if C.parts > 1:
+                me.put(channels.ds, turn, ds)
+                acc = me.add_grad_query(ds, turn, acc)
             turn += 1
-        grad_slot.release()
+        if C.parts == 1:
+            me.put(channels.ds, turn - 1, ds)
+            acc = me.add_grad_query(ds, turn - 1, acc)
 
     if begin < end:
         # Nobody waits for this; but the memory of a barrier that nobody uses may be given to a buffer.
@@ -361,13 +406,14 @@ def make_role(schedule, channels, scale, C: gl.constexpr):
             head = tile.head
             _, q_at = channels.q.acquire_full(q_at)
         grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
-        for _ in range(tile.kv_begin, tile.kv_end):
+        for block in range(tile.kv_begin, tile.kv_end):
             if turn < 0:  # never, see above
                 gl.barrier()
             make(channels.p, grad_slot.buffer, channels.dv, 1.0, turn)
+            if block + 1 == tile.kv_end:
+                grad_slot.release()
             make(channels.ds, q_slot.buffer, channels.dk, scale, turn)
             turn += 1
-        grad_slot.release()
     if begin < end:
         q_slot.release()
 
