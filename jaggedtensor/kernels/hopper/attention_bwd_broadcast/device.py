@@ -20,7 +20,8 @@ Each of the three has products for less than half of the time, so that those of 
 others do. Q of a head is an operand of S in registers, which spares half of what S reads from shared memory; such a
 product holds its warps, so it is issued when none of them is on its way.
 
-Where a query has one part, a scorer is a step late with dQ, which then runs behind S, while threads make P:
+Where a query has one part, and 128 dimensions, a scorer is a step late with dQ, which then runs behind S, while threads
+make P:
 
     products  S(n)           dQ(n-1)          dP(n)            S(n+1) ..
     threads   dS(n-1) out    P(n), P(n) out                    dS(n)
@@ -354,22 +355,22 @@ def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constex
             if turn < 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
                 gl.barrier()
             s = me.scores(q, turn)
-            if C.parts > 1:
-                dp = me.grad_scores(grad_out, turn)
-                p = me.put_probabilities(warpgroup_mma_wait(1, deps=(s,)), lse, turn)
-            else:
+            if C.late:
                 p, acc = me.late(s, lse, ds, turn, block > tile.kv_begin, acc)
                 dp = me.grad_scores(grad_out, turn)
+            else:
+                dp = me.grad_scores(grad_out, turn)
+                p = me.put_probabilities(warpgroup_mma_wait(1, deps=(s,)), lse, turn)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             channels.v.slot(by_turn(channels.v, turn)).release()
             if block + 1 == tile.kv_end:
                 grad_slot.release()
             ds = me.grad_of_scores(p, dp, delta)
-            if C.parts > 1:
+            if not C.late:
                 me.put(channels.ds, turn, ds)
                 acc = me.add_grad_query(ds, turn, acc)
             turn += 1
-        if C.parts == 1:
+        if C.late:
             me.put(channels.ds, turn - 1, ds)
             acc = me.add_grad_query(ds, turn - 1, acc)
 
