@@ -112,6 +112,8 @@ CASES: dict[str, CompileCase] = {
     ),
     "jagged 128, much": CompileCase(case_of(J, 128), quick=True, only="sm_90 forward", run=_much),
     "jagged 64, much": CompileCase(case_of(J, 64, dtype=FP16), only="sm_90 forward", run=_much),
+    "jagged 72 and 40, much": CompileCase(case_of(J, 72, 40), only="sm_90 forward", run=_much),
+    "jagged 128, causal, much": CompileCase(case_of(J, 128, causal=True), only="sm_90 forward", run=_much),
     "broadcast 128, 256 rows, much": CompileCase(case_of(B, 128, q_length=256), only="sm_90 forward", run=_much),
     "jagged 128, anchored": CompileCase(case_of(J, 128), quick=True, only="forward blackwell", run=_anchored),
     "jagged 128, causal, anchored": CompileCase(case_of(J, 128, causal=True), only="sm_100 forward", run=_anchored),

@@ -42,7 +42,10 @@ def test_forward_compiles_within_its_budgets(name, compile_within_rules):
         assert not config.settles or exponentials_after_the_wait(loop) == 0
 
 
-@pytest.mark.parametrize("name", ["jagged 128, much", "jagged 64, much", "broadcast 128, 256 rows, much"])
+MUCH = [f"{name}, much" for name in ("jagged 128", "jagged 64", "jagged 72 and 40", "broadcast 128, 256 rows")]
+
+
+@pytest.mark.parametrize("name", MUCH)
 def test_anchored_rows_have_no_maximum_in_the_loop(name, compile_within_rules):
     """Nor anything else that one key's score has to wait for another's for; the second launch is as without anchors."""
     first, redo = compile_within_rules(name, "sm_90", "forward")
@@ -74,6 +77,13 @@ def test_products_overlap(name):
     """ptxas says C75xx where it has to wait for each product before it issues the next."""
     (kernel,) = compiled(CASES[name], "sm_90", Pass.FORWARD)
     assert serialised(kernel, "sm_90") == []
+
+
+def test_rows_that_see_up_to_themselves_are_anchored(compile_within_rules):
+    first, _ = compile_within_rules("jagged 128, causal, much", "sm_90", "forward")
+    assert first.config.leads
+    assert not first.config.hands
+    assert serialised(first, "sm_90") == []
 
 
 def test_kernels_of_cut_tiles_compile(monkeypatch):

@@ -172,6 +172,15 @@ def test_anchored_rows(query, anchored):
     assert not any(flags.any() for flags in anchored)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("query", [B, J], ids=lambda kind: kind.name)
+def test_ctas_that_go_from_head_to_head(query, options, anchored):
+    """Some six tiles each. What a role keeps from tile to tile is no constant of the compiled loop."""
+    lengths = dict(k_lengths=K_LENGTHS * 12, q_lengths=Q_LENGTHS * 12, q_length=300, heads=5, kv_heads=5)
+    check(AttentionCase(query=query, dim=64, value_dim=64, dtype=torch.bfloat16, **lengths, **options))
+    assert len(anchored) == 1
+
+
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 12), (torch.bfloat16, 60)], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
 @pytest.mark.parametrize("query", [B, J], ids=lambda kind: kind.name)

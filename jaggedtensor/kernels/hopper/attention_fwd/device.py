@@ -181,24 +181,24 @@ def leading_load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
         tile, span = walk.tile, walk.span
         next_stop, next_row = span.k_start + span.k_count, (tile.kv_end - 1) * C.block_n - span.k_count
         walk = walk.next(t)
-        slot, k_at = channels.k.acquire_empty(k_at)
-        slot.load(k_desc, ragged_place(next_stop, 0, next_row, tile.head))
+        k_slot, k_at = channels.k.acquire_empty(k_at)
+        k_slot.load(k_desc, ragged_place(next_stop, 0, next_row, tile.head))
         if t > begin:  # the last block of the tile before
-            slot, v_at = channels.v.acquire_empty(v_at)
-            slot.load(v_desc, ragged_place(stop, 0, row, head))
+            v_slot, v_at = channels.v.acquire_empty(v_at)
+            v_slot.load(v_desc, ragged_place(stop, 0, row, head))
         stop, row, head = next_stop, next_row, tile.head
         if t + 1 < end and (not C.resident or query_of(walk.tile, C) != held):
             q_at = load_query(walk.tile, walk.span, q_at, q_desc, channels, C)
             held = query_of(walk.tile, C)
         for _ in range(tile.kv_end - tile.kv_begin - 1):
-            slot, k_at = channels.k.acquire_empty(k_at)
-            slot.load(k_desc, ragged_place(stop, 0, row - C.block_n, head))
-            slot, v_at = channels.v.acquire_empty(v_at)
-            slot.load(v_desc, ragged_place(stop, 0, row, head))
+            k_slot, k_at = channels.k.acquire_empty(k_at)
+            k_slot.load(k_desc, ragged_place(stop, 0, row - C.block_n, head))
+            v_slot, v_at = channels.v.acquire_empty(v_at)
+            v_slot.load(v_desc, ragged_place(stop, 0, row, head))
             row -= C.block_n
     if begin < end:
-        slot, v_at = channels.v.acquire_empty(v_at)
-        slot.load(v_desc, ragged_place(stop, 0, row, head))
+        v_slot, v_at = channels.v.acquire_empty(v_at)
+        v_slot.load(v_desc, ragged_place(stop, 0, row, head))
 
 
 @aggregate
