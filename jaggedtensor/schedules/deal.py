@@ -4,13 +4,13 @@ Heads have the same tiles, so the tiles of one head are listed, sorted and dealt
 into as many teams as both can be divided into, gcd(heads, workers): with 4 heads, 132 workers make 4 teams of 33, each
 with a head of its own, and the query that a team keeps on chip never changes. Within a team the heads of a tile are
 dealt one after another. All teams deal alike, so the heads of a sequence are read at about the same time. With a `run`
-of a request, as many tiles of a head are dealt before those of the next, so that few heads are at work at once.
+of a request, as many tiles of a head are dealt before those of the next, so that few heads are at work at once; with a
+run as long as there are workers, all are of one team.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ def deal(units: Units, request: ScheduleRequest, last: LastRound | None = None) 
         assert order is not None
         return _queue(units, order, request)
 
-    teams = 1 if kind is ScheduleKind.LPT else math.gcd(request.heads, request.workers)
+    teams = request.teams
     heads, workers = request.heads // teams, request.workers // teams
     items = units.count * heads
     places = units.capacity * heads

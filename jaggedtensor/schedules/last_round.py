@@ -7,7 +7,6 @@ another worker. All other tiles stay in their order, and so at about the same ti
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,7 @@ class LastRound:
     @classmethod
     def of(cls, units: Units, request: ScheduleRequest) -> LastRound | None:
         """None where no tile is to be cut, or none can be."""
-        teams = math.gcd(request.heads, request.workers)
+        teams = request.teams
         workers, tiles = request.workers // teams, units.capacity * (request.heads // teams)
         left = tiles % workers
         if not (left and request.cut_last_round):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,6 +166,13 @@ class ScheduleRequest:
         cuts = self.kind is ScheduleKind.STREAM_K or self.mask is not None or self.windowed
         if self.wave is not Wave.ALL and (cuts or self.axis is TileAxis.QUERY):
             fail("wave", f"{Wave.ALL} unless whole KV blocks stay and all q blocks pass each", self.wave)
+
+    @property
+    def teams(self) -> int:
+        """Into how many teams heads and workers are divided, each of which has heads of its own. One where a run of a
+        head's tiles occupies all workers."""
+        alone = self.kind is ScheduleKind.LPT or self.run >= max(self.workers, 2)
+        return 1 if alone else math.gcd(self.heads, self.workers)
 
     @property
     def windowed(self) -> bool:

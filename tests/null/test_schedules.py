@@ -346,17 +346,19 @@ def test_zigzag_hands_on_what_is_over_the_mean():
 
 @pytest.mark.parametrize("axis", TileAxis)
 def test_tiles_of_one_head_are_dealt_before_those_of_the_next(axis):
-    """Of two sequences, by five workers."""
-    common = dict(kind=ScheduleKind.ZIGZAG, axis=axis, heads=2, workers=5, block_q=1, block_kv=1)
+    """Of two sequences, by five workers, and by four that would be two teams."""
 
-    def at_once(lengths, **options):
-        schedule = check(Case(lengths, lengths, jagged=True, **common, **options))
+    def at_once(lengths, workers=5, **options):
+        options |= dict(kind=ScheduleKind.ZIGZAG, axis=axis, heads=2, workers=workers, block_q=1, block_kv=1)
+        schedule = check(Case(lengths, lengths, jagged=True, **options))
         rows = tiles_of(schedule)
         hands = [rows[a:b] for a, b in itertools.pairwise(schedule.worker_offsets.tolist())]
         return [{(row.sequence, row.head) for row in turn if row} for turn in itertools.zip_longest(*hands)]
 
     assert [len(some) for some in at_once([5, 5])] == [2, 2, 2, 2]
     assert at_once([5, 5], run=5) == [{(0, 0)}, {(0, 1)}, {(1, 0)}, {(1, 1)}]
+    assert at_once([4, 4], workers=4, run=4) == [{(0, 0)}, {(0, 1)}, {(1, 0)}, {(1, 1)}]
+    assert at_once([4, 4], workers=4, run=3) == [{(0, 0), (0, 1)}] * 2 + [{(1, 0), (1, 1)}] * 2
     # Of twelve blocks of a head, runs of five, five and two.
     assert at_once([6, 6], run=5) == [{(0, 0)}, {(0, 1)}, {(0, 0), (1, 0)}, {(0, 1), (1, 1)}, {(1, 0), (1, 1)}]
 

@@ -122,6 +122,25 @@ def test_the_hopper_backward_asks_for_waves_where_each_keeps_processors_busy(len
         assert len(plan_general_backward(replace(problem, **other), layout, layout, rows, rows)) == 2
 
 
+def test_the_hopper_backward_is_at_work_on_few_heads_at_once():
+    """On Q, dO and dQ of at most 6 sequences and heads, where L2 holds 12; in turns on 16 and more."""
+    layout, rows = JaggedLayout(offsets_of([4096] * 8)), 8 * 4096
+    problem = AttentionProblem(
+        QueryKind.JAGGED, None, 16, 16, 128, 128, torch.bfloat16, Device("cuda", (9, 0), 132, 227 << 10)
+    )
+
+    def most_at_once(problem, wave, **options):
+        schedule = plan_general_backward(problem, layout, layout, rows, rows, **options)
+        tiles, ends = (x.tolist() for x in schedule[2 * wave : 2 * wave + 2])
+        hands = [tiles[a:b] for a, b in itertools.pairwise(ends)]
+        turns = itertools.zip_longest(*hands, fillvalue=(0, 0))
+        return [len({(tile[Tile.SEQUENCE], tile[Tile.HEAD]) for tile in turn}) for turn in turns]
+
+    assert max(most_at_once(problem, 1)[:-1]) <= 6
+    assert max(most_at_once(problem, 0, in_waves=False)[:-1]) <= 6
+    assert min(most_at_once(replace(problem, deterministic=True), 0)[:-1]) >= 16
+
+
 def test_a_plan_says_which_wave_a_schedule_is_of():
     lengths = torch.tensor([4096] * 8)
     problem = AttentionProblem(

@@ -116,8 +116,12 @@ def plan_general_backward(
     """KV blocks with the query blocks that see them, dealt as in forward: the longest first, and so of those that share
     queries the first keys first, as turns need it. With a limit to the left that is not so: one by one, then. The last
     tiles of sequences that are all as long may be cut into parts of `least` blocks or more; their merges come last. In
-    waves there are tiles and worker offsets of each. `in_waves`: whether to; None: where that pays."""
+    waves there are tiles and worker offsets of each. `in_waves`: whether to; None: where that pays.
+
+    Where the tiles of a sequence cost the same, processors are dealt a run of one head's: Q, dO and the sums of dQ that
+    these share are then less than L2 holds. In turns they would wait for each other."""
     q_len = problem.q_len if query is None else query
+    alike = not (problem.windowed or problem.deterministic)
     assert q_len is not None
     one_by_one = problem.deterministic and problem.left != UNLIMITED
     in_waves = waves_pay(problem, keys, query) if in_waves is None else in_waves
@@ -136,6 +140,7 @@ def plan_general_backward(
             tile_cost=2,
             cut_last_round=0 if problem.deterministic or wave in (Wave.FIRST, Wave.LAST) else least,
             wave=wave,
+            run=problem.device.processors if alike and wave in (Wave.ALL, Wave.MIDDLE) else 1,
             rows=rows,
             q_rows=q_rows,
         )
