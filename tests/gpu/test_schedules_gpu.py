@@ -62,9 +62,12 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("run", [1, 33, 132])
 @pytest.mark.parametrize("wave", [Wave.FIRST, Wave.MIDDLE, Wave.LAST])
-def test_gpu_and_cpu_build_the_same_waves(wave):
-    options = dict(axis=TileAxis.KEY, q_len=100, heads=4, workers=132, block_kv=64, wave=wave, cut_last_round=1, run=33)
+def test_gpu_and_cpu_build_the_same_waves(wave, run):
+    options = dict(
+        axis=TileAxis.KEY, q_len=100, heads=4, workers=132, block_kv=64, wave=wave, cut_last_round=1, run=run
+    )
     for lengths in (drawn(300, 500), torch.full((9,), 1000), torch.zeros(5, dtype=torch.int64)):
         on_cpu, on_gpu = (
             JaggedLayout(offsets_of(lengths, device)).schedule(ScheduleKind.ZIGZAG, **options)
