@@ -126,6 +126,8 @@ def run(case: Case, order: str, seed: int):
     assert not configuration.lacks(problem)
     config = replace(configuration.select(problem), packed=case.packed, cut=bool(case.parts))
     keys, queries = (JaggedLayout.from_lengths(torch.tensor(x)) for x in (case.k_lengths, case.q_lengths))
+    if case.q_lengths == case.k_lengths:
+        queries = keys
     q_tokens, k_tokens = sum(case.q_lengths), sum(case.k_lengths)
     q_rows, k_rows = q_tokens + case.slack * case.jagged, k_tokens + case.slack
     q, grad_out = normal(q_rows, heads, case.dim), normal(q_rows, heads, case.value_dim)

@@ -129,8 +129,8 @@ def test_the_hopper_backward_is_at_work_on_few_heads_at_once():
         QueryKind.JAGGED, None, 16, 16, 128, 128, torch.bfloat16, Device("cuda", (9, 0), 132, 227 << 10)
     )
 
-    def most_at_once(problem, wave, **options):
-        schedule = plan_general_backward(problem, layout, layout, rows, rows, **options)
+    def most_at_once(problem, wave, query=layout, **options):
+        schedule = plan_general_backward(problem, layout, query, rows, rows, **options)
         tiles, ends = (x.tolist() for x in schedule[2 * wave : 2 * wave + 2])
         hands = [tiles[a:b] for a, b in itertools.pairwise(ends)]
         turns = itertools.zip_longest(*hands, fillvalue=(0, 0))
@@ -139,6 +139,7 @@ def test_the_hopper_backward_is_at_work_on_few_heads_at_once():
     assert max(most_at_once(problem, 1)[:-1]) <= 6
     assert max(most_at_once(problem, 0, in_waves=False)[:-1]) <= 6
     assert min(most_at_once(replace(problem, deterministic=True), 0)[:-1]) >= 16
+    assert min(most_at_once(problem, 0, query=JaggedLayout(offsets_of([64] * 8)))[:-1]) >= 16
 
 
 def test_a_plan_says_which_wave_a_schedule_is_of():

@@ -119,9 +119,10 @@ def plan_general_backward(
     waves there are tiles and worker offsets of each. `in_waves`: whether to; None: where that pays.
 
     Where the tiles of a sequence cost the same, processors are dealt a run of one head's: Q, dO and the sums of dQ that
-    these share are then less than L2 holds. In turns they would wait for each other."""
+    these share are then less than L2 holds. Not in turns, where they would wait for each other, and not where queries
+    are others than keys: few of them would be added to by many tiles at once."""
     q_len = problem.q_len if query is None else query
-    alike = not (problem.windowed or problem.deterministic)
+    alike = query is keys and not (problem.windowed or problem.deterministic)
     assert q_len is not None
     one_by_one = problem.deterministic and problem.left != UNLIMITED
     in_waves = waves_pay(problem, keys, query) if in_waves is None else in_waves
