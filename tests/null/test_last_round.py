@@ -120,6 +120,21 @@ def test_whole_tiles_keep_their_order_and_their_owners():
     assert sorted(map(len, plain)) == [15] * 4 + [16] * 6
 
 
+@pytest.mark.parametrize("axis", TileAxis)
+@pytest.mark.parametrize(("run", "heads"), [(1, [0, 1, 2, 3]), (2, [1, 1, 3, 3]), (5, [0, 1, 2, 3]), (10, [3] * 4)])
+def test_parts_belong_to_the_tile_that_was_cut_where_tiles_are_dealt_in_runs(axis, run, heads):
+    """Of 36 blocks of a head: the last run is as long as what is left, and with a run of 10 there are no teams."""
+    layout = JaggedLayout(offsets_of([24] * 3))
+    schedule = ask(layout, axis=axis, heads=4, workers=10, run=run, cut_last_round=2)
+    (first, end), _ = columns(axis)
+    merges = schedule.merges.tolist()
+    assert [merge[Merge.HEAD] for merge in merges] == heads
+    for row in schedule.tiles.tolist():
+        if row[Tile.SLOT] >= 0:
+            of = merges[row[Tile.MERGE]]
+            assert of[: Merge.SLOT] == [row[Tile.SEQUENCE], row[Tile.HEAD], row[first], row[end]]
+
+
 @pytest.mark.parametrize(("axis", "block_q", "least"), [(TileAxis.KEY, 64, 8), (TileAxis.QUERY, 128, 4)])
 def test_dense_batches_are_balanced(axis, block_q, least):
     """31 whole tiles each and an eighth of one, for 4096 / 132 = 31.03."""
