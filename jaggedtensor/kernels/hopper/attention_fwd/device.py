@@ -542,10 +542,11 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
     for t in range(begin, end):
         if not C.hands:
             tile, span = walk.tile, walk.span
-            walk = walk.next(t)
         place = place_of(t, walk.last, walk.mirror)
         view = view_of(schedule, flags.due(tile, place, C), span, part, window, C)
-        after = view_of(schedule, walk.tile, walk.span, part, window, C)
+        if not C.hands:
+            walk = walk.next(t)
+        next_tile, next_span = walk.tile, walk.span
         slot = gl.load(schedule.tiles + place * 8 + 7) if C.splits else -1
         if has_rows(view, C):
             if not opened:
@@ -556,6 +557,7 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
             rows, staging = work.rows, query.slot.buffer
             if C.tma_store and not C.stage_in_q and not C.lends:
                 staging = channels.out.index(part)
+            after = view_of(schedule, next_tile, next_span, part, window, C)
             opened = (t + 1 < end) & has_rows(after, C) & C.crosses
             if opened:
                 query = query_for(query, after, channels, part, C, True)
@@ -581,7 +583,7 @@ def consume_role(part: gl.constexpr, schedule, flags, channels, results, parts, 
             if C.hands:
                 walk = walk.next(t + 1)
         if C.hands:
-            tile, span = after.tile, after.span
+            tile, span = next_tile, next_span
     tma.store_wait(0)
 
 
