@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
-from jaggedtensor import JaggedTensor
+from jaggedtensor import JaggedLayout, JaggedTensor
 from jaggedtensor.block_masks import MASK_BLOCK
 from jaggedtensor.kernels.emulator import emulate
 from jaggedtensor.kernels.hopper.attention_fwd import launch
@@ -155,6 +155,16 @@ def test_rows_that_keep_the_maximum_of_their_first_block(name, monkeypatch):
         ran = run(CASES[name], monkeypatch, order, seed, anchored=True)
         assert ran.launches == (0 if name == "nothing at all" else 3 if name.startswith("cut") else 2)
         assert ran.flags is None or "causal" in name or not ran.flags.any()
+
+
+def test_tiles_of_a_head_are_dealt_together_where_queries_are_jagged():
+    keys = JaggedLayout.from_lengths(torch.tensor([300, 0, 200]))
+    device = Device("cuda", (9, 0), 1, 227 << 10)
+    for query, heads in ((J, [0] * 5 + [1] * 5), (P, [0, 1] * 6)):
+        layout, q_len = (keys, None) if query is J else (None, 300)
+        problem = AttentionProblem(query, q_len, 2, 2, 128, 128, torch.bfloat16, device)
+        tiles, offsets, *_ = plan_forward(problem, keys, layout, 500, 500 if query is J else 900)
+        assert tiles[: int(offsets[-1]), 1].tolist() == heads
 
 
 def grown(begin, end, head, factor):

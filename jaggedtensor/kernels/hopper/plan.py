@@ -18,6 +18,7 @@ from jaggedtensor.schedules.types import ScheduleKind, TileAxis, Wave
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
+RUN = 128  # tiles of a head that forward deals before those of the next, where these share keys
 CUTS = Cuts(blocks=16, percent=110, rounds=True)
 PART = 8  # blocks of query rows of a part of a backward tile, at least: fewer gain nothing
 
@@ -64,6 +65,7 @@ def plan_forward(
         left=problem.left,
         right=problem.right,
         tile_cost=config.tile_cost,
+        run=RUN if problem.query is QueryKind.JAGGED and block_mask is None else 1,
         rows=rows,
         q_rows=q_rows,
         **mask,
