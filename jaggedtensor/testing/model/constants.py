@@ -77,7 +77,7 @@ H200 = Chip(
     hbm=4.3e12 / 132 / 1.98e9,  # [M] a large copy: 16.5
     l2=64.0,
     wgmma=796 / 1070,  # [M] products alone reach 796 of 1070 TFLOP/s
-    product_start=90.0,  # [F]
+    product_start=0.0,  # [F]
 )
 B200 = Chip(
     name="B200",
