@@ -60,7 +60,7 @@ def test_the_general_kernel_spills_in_no_loop_without_a_mask(name, compile_withi
     assert kernel.config.cut == ("cut" in name)
     assert len(consume.loops) == 2
     for loop in consume.loops:
-        assert loop.counts["HGMMA"] == (32 if kernel.config.block_d == 128 else 24)
+        assert loop.counts["HGMMA"] == (34 if kernel.config.block_d == 128 else 26)
         assert loop.counts["FENCE"] == 1  # for dS and dQ
         assert loop.counts["STL"] == 0 or (kernel.config.block_d == 128 and kernel.config.right)
     assert serialised(kernel, "sm_90") == []
@@ -73,7 +73,7 @@ def test_no_wave_of_the_general_kernel_spills_in_a_loop(name, compile_within_rul
     for kernel in kernels:
         (consume,) = (role for role in kernel.roles.values() if role.kind == "consume")
         for loop in consume.loops:
-            assert loop.counts["HGMMA"] == (32 if kernel.config.block_d == 128 else 24)
+            assert loop.counts["HGMMA"] == (34 if kernel.config.block_d == 128 else 26)
             assert loop.counts["FENCE"] == 1
             assert loop.counts["STL"] == loop.counts["LDL"] == 0
         assert serialised(kernel, "sm_90") == []

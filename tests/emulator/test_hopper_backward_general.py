@@ -73,6 +73,16 @@ def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
     return lse, delta, dq, dk, dv
 
 
+def as_columns(lse, delta, scale):
+    """-lse / scale and -delta in three bf16 each, which begin at column 0 and 8; a row that sees nothing has P = 0."""
+    columns = torch.zeros(*lse.shape, configuration.COLUMNS, dtype=torch.bfloat16)
+    for first, x in ((0, torch.where(lse == -math.inf, -3e38, -lse / scale)), (8, -delta)):
+        for n in range(first, first + 3):
+            columns[..., n] = x
+            x = x - columns[..., n].double()
+    return columns
+
+
 def take_out(case, held, total, offsets, config):
     """dQ of a workspace as threads hold it."""
     columns = config.block_d
@@ -136,13 +146,10 @@ def run(case: Case, order: str, seed: int):
     lse, delta, dq, dk, dv = reference(
         case, q, k, v, grad_out, queries.offsets().tolist(), keys.offsets().tolist(), scale
     )
-    for x in (q[q_tokens:], grad_out[q_tokens:], k[k_tokens:], v[k_tokens:], delta[q_tokens:]):
+    for x in (q[q_tokens:], grad_out[q_tokens:], k[k_tokens:], v[k_tokens:]):
         x.fill_(math.nan)
-    if not case.jagged:
-        lse, delta = (x.view(batch, q_len, heads).transpose(1, 2).contiguous() for x in (lse, delta))
-        steps = lse.stride()
-    else:
-        steps = (0, 1, heads)
+    columns = as_columns(lse, delta, scale)
+    columns[q_tokens:] = math.nan
     written = math.nan if case.parts else 0.0  # keys that no query sees have no tile
     got_dq = torch.zeros_like(q)  # nor have queries that see no key
     if all(case.k_lengths):
@@ -161,11 +168,11 @@ def run(case: Case, order: str, seed: int):
         (k, 64, 1, config.block_d),
         (v, 64, 1, config.block_dv),
         (grad_out, rows, group, config.block_dv),
+        (columns, rows, group, configuration.COLUMNS),
         (got_dk, 64, 1, config.half),
         (got_dv, 64, 1, 64),
         (got_dq, rows, group, config.half),
     )
-    batch_step, head_step, row_step = steps
     most_blocks = q_rows // rows + batch + 1
     added = ragged(total, rows, group, config.half)
     if case.packed:
@@ -182,11 +189,6 @@ def run(case: Case, order: str, seed: int):
             (worker_offsets.shape[0] - 1,),
             *(ragged(*block)[1]() for block in blocks),
             added[1](),
-            lse.float(),
-            delta.float(),
-            batch_step,
-            row_step,
-            head_step,
             turns,
             most_blocks,
             int(case.waves and number == 0),

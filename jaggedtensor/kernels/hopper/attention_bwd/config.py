@@ -10,6 +10,7 @@ from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 ROWS = 64  # packed query rows of a block, and keys of each of the two consumers
 KEYS = 128  # of a tile
 STAGES = 2  # of what comes with a block of rows, and of dS
+COLUMNS = 16  # of lse and delta: what a product of 16-bit numbers takes in a step
 SHARED_MEMORY = 232448  # bytes that a CTA may use
 _ARGUMENTS = 640  # bytes, at most, through which roles are given their arguments
 
@@ -41,11 +42,11 @@ class Config:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes: K and V, the rings, dS, dK, dQ in fp32, mbarriers (each padded to 16 bytes), arguments of roles."""
+        """Bytes: K and V, the rings, dS, dK, lse and delta, dQ in fp32, mbarriers (of 16 bytes each), arguments."""
         columns = self.block_d + self.block_dv
-        halves = (KEYS + STAGES * ROWS) * columns + STAGES * KEYS * ROWS + KEYS * self.block_d
-        singles = 2 * STAGES * ROWS + ROWS * self.block_d
-        barriers = 2 * (3 + STAGES) + self.last
+        halves = (KEYS + STAGES * ROWS) * columns + STAGES * KEYS * ROWS + KEYS * self.block_d + ROWS * COLUMNS
+        singles = ROWS * self.block_d
+        barriers = 2 * (3 + STAGES) + 1 + self.last
         return 2 * halves + 4 * singles + 16 * barriers + _ARGUMENTS
 
 

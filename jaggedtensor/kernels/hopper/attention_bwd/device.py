@@ -8,26 +8,29 @@ Roles, a warp each but for the consumers:
 
     consumer 0   keys 0 .. 63, and half of dQ's columns        keys         K and V of each tile
     consumer 1   keys 64 .. 127, and the other half            queries      Q and dO, a ring each
-                                                               statistics   lse and delta of each block of rows
+                                                               columns      lse and delta of each block of rows
                                                                reducer      adds dQ to global memory, in fp32
 
     tensor cores   S^T(i)   dP^T(i)   dV(i)      dQ(i-1)   dK(i)          S^T(i+1)
     threads                 P^T(i)    dS^T(i)              dQ(i-1) out
-    barriers       rows full          rows(i-1) empty      dq, rows
+    barriers       rows full  read    rows(i-1) empty      dq, rows
 
 dQ needs dS of both consumers, which they put into shared memory, and so comes one step late. A consumer that has done
 with a block of rows has written its dS, and has read that of the block before: one barrier tells all, behind the only
 fence of a step. V is loaded anew when the last dP is there and K when the last dQ is, as dK leaves through a buffer of
 its own and dV through dS. dQ is added in no order, to a workspace laid out as threads hold it (see `total`), or in
 turns (see `Turns`). TMA reads zeros past the end of a sequence and writes nothing there; a query row that is not there
-has lse = +inf and so P = 0.
+has P = 1, but dO = 0, Q = 0 and so dS = 0.
+
+lse and delta lie along columns of S^T and dP^T, which begin with them: one more step of these products, whose left
+operand is a constant in registers, adds -lse / scale to S and -delta to dP (see `columns`). No thread loads them.
 
 Tiles may come in waves, a launch for each (`Wave` of the schedules). In the first, dQ of a block is stored, in place of
 zeros; in the last the reducer brings what is there, and consumers add their own, scale and round the sum and put it in
 rows where dK leaves later, from where the reducer stores it.
 """
 
-from jaggedtensor.kernels.hopper.arithmetic import LOG2_E, as_operand, at_most, by_turn, rounded
+from jaggedtensor.kernels.hopper.arithmetic import as_operand, at_most, by_turn, rounded
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import (
     OLD_ASSEMBLER,
@@ -57,22 +60,12 @@ class Channels:
     v: Channel  # 2 x [64, Dv]
     rows: Channel  # [64, D] of Q, and the barriers of all that comes with a block of query rows
     grad_out: gl.shared_memory_descriptor  # [64, Dv] of each stage
-    statistics: gl.shared_memory_descriptor  # 2 x [64] fp32: lse in log2 units and delta
+    columns: gl.shared_memory_descriptor  # [64, 16] bf16: lse and delta of the block's rows, see `columns`
+    read: gl.shared_memory_descriptor  # an mbarrier: both consumers have read those
     ds: gl.shared_memory_descriptor  # 2 x [64, 64] of each stage: dS^T of each consumer, through which its dV leaves
     dq: Channel  # 2 x [64, D / 2] fp32: columns of each consumer
     dk: gl.shared_memory_descriptor  # 2 x [64, D / 2] of each consumer; in the last wave, dQ in rows on its way, too
     free: gl.shared_memory_descriptor | gl.constexpr  # the last wave: no dQ of a tile is left there
-
-
-@aggregate
-class Statistics:
-    """Where lse and delta are: fp32, with the same strides."""
-
-    lse: gl.tensor
-    delta: gl.tensor
-    batch: gl.tensor
-    row: gl.tensor
-    head: gl.tensor
 
 
 @aggregate
@@ -142,31 +135,19 @@ def queries_role(schedule, descriptors, channels, C: gl.constexpr):
 
 
 @gluon.jit
-def statistics_role(schedule, statistics, channels, C: gl.constexpr):
-    """lse and delta of a block's rows; +inf and 0 where a row sees nothing or is not there."""
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+def columns_role(schedule, desc, channels, C: gl.constexpr):
+    """lse and delta of a block's rows. Where a row is not there they are 0, as Q and dO are, and add nothing."""
     begin, end = my_range(schedule)
-    at = channels.rows.start()
+    at, turn = channels.rows.start(), 0
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
-        if C.jagged:
-            base = span.q_start.to(gl.int64) * statistics.row
-        else:
-            base = tile.sequence.to(gl.int64) * statistics.batch
         for n in range(tile.end - tile.begin):
-            block = tile.walked(n, C)
-            row = block * ROWS + gl.arange(0, ROWS, layout)
-            i, head = row // C.group, tile.head * C.group + row % C.group
-            place = base + i.to(gl.int64) * statistics.row + head * statistics.head
-            lse = gl.load(statistics.lse + place, mask=i < span.q_count, other=float("-inf"))
-            delta = gl.load(statistics.delta + place, mask=i < span.q_count, other=0.0)
-            blind = lse == float("-inf")
-            slot, after = channels.rows.acquire_empty(at)
-            channels.statistics.index(at.index * 2).store(gl.where(blind, float("inf"), lse) * LOG2_E)
-            channels.statistics.index(at.index * 2 + 1).store(gl.where(blind, 0.0, delta))
-            slot.publish()
-            at = after
+            row = tile.walked(n, C) * (ROWS // C.group)
+            place = ragged_place(span.q_start, span.q_count, row, tile.head * C.group)
+            mbarrier.wait(channels.read, turn & 1 ^ 1)
+            Slot(channels.columns, channels.rows.slot(at).full, channels.read).load(desc, place)
+            at, turn = at.next(), turn + 1
 
 
 @aggregate
@@ -287,6 +268,16 @@ def product(a, b):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, b.shape[1], 16])
     nothing = gl.zeros([a.shape[0], b.shape[1]], gl.float32, layout)
     return warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def sums_of(columns, first: gl.constexpr):
+    """Issue the sums of three columns of [64, 16], from `first` on: that of row r in column r of [64, 64]."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    layout: gl.constexpr = gl.DotOperandLayout(0, parent=scores, k_width=2)
+    column = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :] + gl.zeros([ROWS, 16], gl.int32, layout)
+    ones = gl.where((column >= first) & (column < first + 3), 1.0, 0.0).to(gl.bfloat16)
+    return product(ones, columns.permute((1, 0)))
 
 
 @gluon.jit
@@ -424,24 +415,24 @@ class Consumer:
         channels, turn = self.channels, work.turn
         C: gl.constexpr = self.C
         dtype: gl.constexpr = channels.rows.buffers.dtype
-        COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
         opaque = (turn >> 30) * 2  # 0, which the compiler cannot know: it would keep all matrix descriptors
         if opaque != 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
             gl.barrier()
         at = by_turn(channels.rows, turn)
         rows, _ = channels.rows.acquire_full(at)
         grad_out = channels.grad_out.index(at.index)
-        lse = channels.statistics.index(at.index * 2).load(COLUMNS)
-        s = product(channels.k.buffers.index(opaque + self.part), rows.buffer.permute((1, 0)))
-        dp = product(channels.v.buffers.index(opaque + self.part), grad_out.permute((1, 0)))
+        s = sums_of(channels.columns, 0)
+        dp = sums_of(channels.columns, 8)
+        s = warpgroup_mma(channels.k.buffers.index(opaque + self.part), rows.buffer.permute((1, 0)), s, is_async=True)
+        dp = warpgroup_mma(channels.v.buffers.index(opaque + self.part), grad_out.permute((1, 0)), dp, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = gl.exp2(at_most(s * self.scale_log2 - lse[None, :], 0.0))
+        mbarrier.arrive(channels.read, count=1)  # only dP's large product is still on its way
+        p = gl.exp2(at_most(s * self.scale_log2, 0.0))
         if C.left or C.right:
             p = self.edge.masked(p, block, self.first, C)
         dv = warpgroup_mma(as_operand(p.to(dtype), work.dv), grad_out, work.dv, is_async=True)
-        delta = channels.statistics.index(at.index * 2 + 1).load(COLUMNS)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = rounded(p * (dp - delta[None, :]), dtype)
+        ds = rounded(p * dp, dtype)
         if LATE:
             # From here on both have left the step before, and so dQ of the step before that, whose dS is replaced.
             dq = self.grad_query(turn - 1, opaque)
@@ -530,21 +521,17 @@ def consume_role(schedule, out_descs, parts, channels, scales, window, PART: gl.
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_len", "stat_batch", "stat_row", "stat_head", "turn_head", "stores", "left", "right"])
+@gluon.jit(do_not_specialize=["q_len", "turn_head", "stores", "left", "right"])
 def backward_kernel(
     q,  # ragged descriptors of [rows, Hq, D], see shared.ragged
     k,  # [tokens, Hkv, D]
     v,
     grad_out,  # [rows, Hq, Dv]
+    columns,  # bf16 [rows, Hq, 16], see `columns`
     dk,  # in blocks of half the columns
     dv,  # in blocks of 64 columns
     out,  # the last wave: dQ [rows, Hq, D] in blocks of half the columns; else anything
     dq,  # fp32 [rows, Hq, D], zeros to be added to; packed, an ordinary descriptor of [blocks * 128, D / 2]
-    lse,  # fp32 [B, Hq, Lq] or [rows, Hq]
-    delta,
-    stat_batch,
-    stat_row,
-    stat_head,  # strides of both
     turns,  # int32, zeros to count in: see Turns; without turns, anything
     turn_head,  # of the turns of a head of keys; packed, blocks of dQ of a head of keys
     stores,  # packed: whether dQ is stored, and no zeros are needed
@@ -567,20 +554,20 @@ def backward_kernel(
     natural: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], gl.float32)
     single: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2) if C.packed else natural
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, C.half], dtype)
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    few: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 16], gl.bfloat16)
     channels = Channels(
         make_channel(dtype, [ROWS, C.block_d], wide, 1, 2, 1, 2),
         make_channel(dtype, [ROWS, C.block_dv], wide_v, 1, 2, 1, 2),
-        make_channel(dtype, [ROWS, C.block_d], wide, STAGES, 2, 3),  # written by two loads and the statistics
+        make_channel(dtype, [ROWS, C.block_d], wide, STAGES, 2, 3),  # filled by three loads
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, C.block_dv], wide_v),
-        gl.allocate_shared_memory(gl.float32, [STAGES * 2, ROWS], line),
+        gl.allocate_shared_memory(gl.bfloat16, [ROWS, 16], few),
+        new_barriers(1, 2).index(0),
         gl.allocate_shared_memory(dtype, [STAGES * 2, ROWS, ROWS], square),
         make_channel(gl.float32, [ROWS, C.half], single, 1, 2 if C.last else 1, 1, 2),
         gl.allocate_shared_memory(dtype, [4, ROWS, C.half], narrow),
         new_barriers(1, 1).index(0) if C.last else None,
     )
     schedule = Schedule(tiles, worker_offsets, q_offsets, k_offsets, q_len, None)
-    statistics = Statistics(lse, delta, stat_batch, stat_row, stat_head)
     scales, window = (scale_log2, scale), (left, right)
     turns = Turns(turns, turn_head)
     gl.warp_specialize(
@@ -589,7 +576,7 @@ def backward_kernel(
             (consume_role, (schedule, (dk, dv), parts, channels, scales, window, 1, C)),
             (queries_role, (schedule, (q, grad_out), channels, C)),
             (keys_role, (schedule, (k, v), channels, C)),
-            (statistics_role, (schedule, statistics, channels, C)),
+            (columns_role, (schedule, columns, channels, C)),
             (finish_role, (schedule, dq, out, turns, channels, C))
             if C.last
             else (reduce_role, (schedule, dq, turns, stores, left, channels, C)),

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from jaggedtensor.kernels.hopper.attention_bwd.config import KEYS, ROWS, pays, select
+from jaggedtensor.kernels.hopper.attention_bwd.columns import columns_of, divisible
+from jaggedtensor.kernels.hopper.attention_bwd.config import COLUMNS, KEYS, ROWS, pays, select
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
 from jaggedtensor.kernels.hopper.attention_bwd.parts import merge, scratch
 from jaggedtensor.kernels.hopper.attention_bwd.total import blocks_of, unpacked, workspace
-from jaggedtensor.kernels.shared.delta import row_statistics
 from jaggedtensor.kernels.shared.direct import launch
 from jaggedtensor.kernels.shared.gradients import (
     Gradients,
@@ -66,7 +66,9 @@ def backward(
             added = ragged(flat(total), ROWS // config.group, config.group, config.half)
         dq = new_query_gradient(args, some) if in_waves else dk
         if some:
-            lse, delta, steps = row_statistics(out, grad_out, grad_lse, lse)
+            scale = divisible(args.scale)
+            q = q if scale == args.scale else torch.zeros_like(q)
+            columns = columns_of(out, grad_out, grad_lse, lse, scale)
             rows, heads, workers = ROWS // config.group, config.group, waves[0][1].shape[0] - 1
             turns = q.new_zeros(problem.kv_heads * blocks, dtype=torch.int32) if config.ordered else waves[0][1]
             parts = scratch(workers, config, q.device) if config.cut else None
@@ -75,6 +77,7 @@ def backward(
                 ragged(k, KEYS // 2, 1, config.block_d),
                 ragged(v, KEYS // 2, 1, config.block_dv),
                 ragged(flat(grad_out), rows, heads, config.block_dv),
+                ragged(columns, rows, heads, COLUMNS),
                 ragged(dk, KEYS // 2, 1, config.half),
                 ragged(dv, KEYS // 2, 1, ROWS),
                 ragged(flat(dq), rows, heads, config.half),
@@ -90,9 +93,6 @@ def backward(
                         key_of(args, mine),
                         descriptors,
                         (
-                            lse,
-                            delta,
-                            *steps,
                             turns,
                             blocks,
                             int(in_waves and wave == 0),
@@ -102,7 +102,7 @@ def backward(
                             args.q_offsets,
                             args.k_offsets,
                             problem.q_len or 0,
-                            args.scale * math.log2(math.e),
+                            scale * math.log2(math.e),
                             args.scale,
                             problem.left,
                             problem.right,
