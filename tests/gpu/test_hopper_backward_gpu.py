@@ -85,6 +85,13 @@ def test_queries_of_each_sequence_in_other_dimensions(dims, deterministic):
     check(Call.random(LENGTHS, OTHERS, heads=(4, 2), dims=dims, causal=True, slack=5, deterministic=deterministic))
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-35, 2.0])
+def test_a_scale_of_any_sign_and_none(scale):
+    """lse is divided by it; rows that see nothing are among these."""
+    check(Call.random(LENGTHS, OTHERS, heads=(4, 2), dims=(128, 128), causal=True, scale=scale))
+    check(Call.random(LENGTHS, 70, heads=(2, 2), dims=(64, 64), per_sequence=True, scale=scale))
+
+
 @pytest.mark.parametrize(
     ("batch", "length", "query", "heads", "dims"),
     [(1, 4000, None, (2, 2), (128, 128)), (3, 1100, 2050, (4, 2), (72, 104)), (3, 2048, None, (4, 4), (64, 64))],
