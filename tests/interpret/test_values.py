@@ -193,6 +193,22 @@ def test_keys_whose_gradient_waits_for_the_next_block(options, dtype, gpu):
         assert launches[-1].tiling.late
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"q_length": 250}, {"window": (30, 40), "scale": -0.2}, {"q_length": 60, "dim": 100, "value_dim": 72}],
+    ids=str,
+)
+def test_few_keys_are_columns_of_their_products(options, dtype, gpu):
+    """dV and dK of 32 keys, of one part and of more."""
+    settings = dict(q_length=100, heads=1, kv_heads=1, dim=64, value_dim=40, k_slack=3, dtype=dtype)
+    case = AttentionCase((70, 0, 1, 33, 64, 0), **settings | options)
+    with gpu(3), recorded_launches() as launches, guarded_allocations():
+        check(case)
+    assert launches[-1].tiling.turned
+    assert launches[-1].tiling.block_n == 32
+
+
 def test_a_query_of_too_many_rows_for_parts():
     """It comes to the kernels of other queries, dQ in shares."""
     with recorded_launches() as launches:

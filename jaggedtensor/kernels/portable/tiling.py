@@ -34,6 +34,7 @@ class Tiling:
     aligned: bool = False  # every row begins at a multiple of 16 bytes, where Triton cannot tell from the strides
     reduces: bool = False  # memory adds 16 bytes at a time, of any dtype
     late: bool = False  # dK of a block of keys is stored once the next block's scores are known
+    turned: bool = False  # dV and dK of a block of keys are products of [columns, keys]
     workers: int = 1  # programs that share a broadcast query's gradient, for each line of the schedule
     q_blocks: int = 1  # lines for each head: blocks of a broadcast query
     shared_memory: int = 0  # bytes that a block is estimated to take

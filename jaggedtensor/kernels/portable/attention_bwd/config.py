@@ -57,12 +57,16 @@ def select(problem: AttentionProblem) -> Config:
         else:
             blocks = Tiling(m, 64 if tensor_memory or m < 128 else 32, num_warps=8, num_stages=2)
 
+        def turned(t: Tiling) -> bool:
+            """Hopper's instruction has 64 rows at least: for fewer keys, those of dV and dK are columns."""
+            return hopper and not single and t.block_n < 64 <= min(t.block_m, t.block_d, t.block_dv)
+
         def of_broadcast(t: Tiling) -> int:
             """Q and dO, a ring of K and V, P and dS on their way from rows to keys; in tensor memory's way, K again;
-            Q and dO again where Hopper's instruction takes one of their products and, for few keys, not the other."""
+            Q and dO again where Hopper's instruction takes one of their products and not the other."""
             ring = t.num_stages + (tensor_memory and t.num_stages > 1)
             again = t.num_stages * size * t.block_n * t.block_d if tensor_memory else 0
-            again += operands(t, t.block_m) if hopper and t.block_n < 64 <= t.block_m else 0
+            again += operands(t, t.block_m) if hopper and t.block_n < 64 <= t.block_m and not turned(t) else 0
             return operands(t, t.block_m) + ring * operands(t, t.block_n) + scores(t) + again
 
         tiling = tiling_of(problem, blocks, of_broadcast)
@@ -70,7 +74,11 @@ def select(problem: AttentionProblem) -> Config:
             workers = _workers(problem, problem.kv_heads, residents)
             reduces = problem.device.arch[0] >= 9 and not tiling.widen  # the interpreter cannot add bf16
             late = hopper and m == 128 and tiling.block_n == 64 and not single  # where it was measured
-            return Config(broadcast=replace(tiling, q_blocks=parts, workers=workers, reduces=reduces, late=late))
+            return Config(
+                broadcast=replace(
+                    tiling, q_blocks=parts, workers=workers, reduces=reduces, late=late, turned=turned(tiling)
+                )
+            )
 
     if single:
         blocks = Tiling(block_of(rows, side), side, num_warps=8 if wide > 32 else 4, num_stages=1)

@@ -302,7 +302,6 @@ def broadcast_kernel(
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
     D: tl.constexpr = C.block_d
-    DV: tl.constexpr = C.block_dv
     worker = tl.program_id(0)
     head = worker // C.workers
     rows = query_rows(part, head, q_len, C)
@@ -340,12 +339,12 @@ def broadcast_kernel(
             if LATE:
                 present, number = block_of_keys(keys, block, C), 0
             if dv is not None:
-                dv_tile = product(p.to(do_tile.dtype).T, do_tile, tl.zeros([N, DV], tl.float32), C)
+                dv_tile = over_rows(p.to(do_tile.dtype), do_tile, C)
                 put_sums(dv, present, number, head, dv_tile, C.value_dim, C.block_dv, C, ADD)
             dp = product(do_tile, v_tile.T, tl.zeros([M, N], tl.float32), C)
             ds = (p * (dp - delta[:, None])).to(q_tile.dtype)
             if dk is not None:
-                dk_tile = product(ds.T, q_tile, tl.zeros([N, D], tl.float32), C)
+                dk_tile = over_rows(ds, q_tile, C)
                 if not LATE:
                     put_sums(dk, present, number, head, dk_tile * scales[1], C.head_dim, C.block_d, C, ADD)
             if dq is not None:
@@ -357,6 +356,16 @@ def broadcast_kernel(
     if dq is not None:
         line = head * C.q_blocks + part
         store_share(dq, line * C.workers + worker % C.workers, dq_tile * scales[1], C)
+
+
+@triton.jit
+def over_rows(scores, rows, C: tl.constexpr):
+    """scores^T rows: [N, columns] of [M, N] and [M, columns]. If turned, as (rows^T scores)^T: the tensor cores' M is the
+    columns, which are many, and not the keys, which are too few for Hopper's instruction."""
+    if C.turned:
+        return product(rows.T, scores, tl.zeros([rows.shape[1], scores.shape[1]], tl.float32), C).T
+    else:
+        return product(scores.T, rows, tl.zeros([scores.shape[1], rows.shape[1]], tl.float32), C)
 
 
 @triton.jit
