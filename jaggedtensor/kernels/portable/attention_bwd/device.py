@@ -360,8 +360,8 @@ def broadcast_kernel(
 
 @triton.jit
 def over_rows(scores, rows, C: tl.constexpr):
-    """scores^T rows: [N, columns] of [M, N] and [M, columns]. If turned, as (rows^T scores)^T: the tensor cores' M is the
-    columns, which are many, and not the keys, which are too few for Hopper's instruction."""
+    """scores^T rows: [N, columns] of [M, N] and [M, columns]. If turned, as (rows^T scores)^T: rows of the product are
+    then the columns, which are many, and not the keys, which are too few for Hopper's instruction."""
     if C.turned:
         return product(rows.T, scores, tl.zeros([rows.shape[1], scores.shape[1]], tl.float32), C).T
     else:
