@@ -10,9 +10,12 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 if sys.platform != "linux":
     pytest.skip("Triton compiles on Linux", allow_module_level=True)
 
+from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
+from jaggedtensor.kernels.hopper.plan import plan_broadcast_backward
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
+from jaggedtensor.schedules.types import Tile
 from jaggedtensor.testing.compile_rules import serialised
 from jaggedtensor.testing.launches import GPUS
 
@@ -109,6 +112,16 @@ def test_no_cta_is_left_over_for_a_second_round():
             config = broadcast.select(problem_of(q_len, heads=heads, kv_heads=heads))
             assert config.parts == -(-q_len // 128)
             assert 132 - config.parts < config.workers * config.parts <= 132
+
+
+def test_a_cta_of_many_sequences_has_fewer_tiles():
+    """One has most of a long sequence, the other its last tile and 100 sequences of a tile each."""
+    problem = problem_of(512, heads=1, kv_heads=1, device=Device("cuda", (9, 0), 8, 227 << 10))
+    keys = JaggedLayout.from_lengths(torch.tensor([64 * 300] + [64] * 100))
+    tiles, offsets, _ = plan_broadcast_backward(problem, keys, 64 * 400)
+    blocks = (tiles[:, Tile.KV_END] - tiles[:, Tile.KV_BEGIN]).cumsum(0)
+    assert offsets.tolist() == [0, 1, 102]
+    assert blocks[offsets[1:] - 1].tolist() == [299, 299 + 101]
 
 
 def test_a_device_of_fewer_processors_than_parts_has_a_worker():

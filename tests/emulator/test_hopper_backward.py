@@ -142,7 +142,7 @@ def run(case: Case, order: str, seed: int, **changes):
 
 
 CASES = {
-    "tiles cut between two CTAs": Case((150, 0, 64, 1, 300)),
+    "tiles cut between two CTAs": Case((150, 0, 300, 1, 64)),
     "more CTAs than tiles": Case((70,), processors=4),
     "two heads, groups of two": Case((129, 5), q_len=37, kv_heads=2, group=2),
     "value dimension of its own": Case((65, 130), dim=72, value_dim=40, dtype=torch.bfloat16),

@@ -89,7 +89,8 @@ def plan_backward(
 
 
 def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows: int) -> list[Tensor]:
-    """Equal ranges of the KV blocks of all heads, over all sequences, and which CTAs have a part in which head."""
+    """Ranges of the KV blocks of all heads, over all sequences, that take as long as each other, and which CTAs have a
+    part in which head."""
     config = broadcast.select(problem)
     assert problem.q_len is not None
     schedule = keys.schedule(
@@ -101,6 +102,7 @@ def plan_broadcast_backward(problem: AttentionProblem, keys: JaggedLayout, rows:
         block_q=config.parts * broadcast.ROWS,
         block_kv=config.block_n,
         workers=config.workers,
+        tile_cost=config.tile_cost,
         rows=rows,
     )
     return [*schedule.operands(), schedule.merges]

@@ -31,6 +31,7 @@ class Config:
     parts: int  # CTAs for each share, with 128 rows each
     late: bool  # dQ of a tile is made behind S of the next one
     lead: int = 8  # tiles that a part may be ahead of the next one
+    tile_cost: int = 2  # what a sequence costs a CTA beside its tiles, in tiles
     patience: int = 4096  # questions, of about a microsecond each, in which the next one has to do something
 
     @property
