@@ -155,8 +155,9 @@ CASES = {
 def test_values_are_right_under_every_order(case):
     for order, seed in schedules(SEEDS):
         run(case, order, seed)
-    run(case, "round_robin", 0, late=True)
-    run(case, "round_robin", 0, late=False)
+    for late in (False, True):
+        for early in (False, True):
+            run(case, "round_robin", 0, late=late, early=early)
 
 
 LONG = Case((150, 0, 70, 300), q_len=300, kv_heads=3, processors=6)
@@ -201,12 +202,13 @@ def test_rings_of_other_depths():
         for order, seed in schedules(1):
             case = Case((600, 3, 70), dim=64)
             for late in (False, True):
-                run(case, order, seed, k_stages=k_stages, v_stages=v_stages, grad_stages=grad_stages, late=late)
+                stages = dict(k_stages=k_stages, v_stages=v_stages, grad_stages=grad_stages)
+                run(case, order, seed, late=late, early=not late, **stages)
 
 
 def run_some(order, seed):
     for name in ("tiles cut between two CTAs", "heads cut between two CTAs"):
-        run(CASES[name], order, seed, late=True)
+        run(CASES[name], order, seed, late=True, early=False)
     if order == "round_robin":
         run(CASES[name], order, seed)
         run(LONG, order, seed, lead=1, patience=3)

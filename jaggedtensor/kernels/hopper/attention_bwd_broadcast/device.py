@@ -300,6 +300,19 @@ class Scorer:
         return p, acc
 
     @gluon.jit
+    def finish(self, p, dp, delta, grad_slot, last, turn, acc):
+        """dS of a tile, whose dP is issued, and dQ where it is not late. `last`: of its sequence."""
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        self.channels.v.slot(by_turn(self.channels.v, turn)).release()
+        if last:
+            grad_slot.release()
+        ds = self.grad_of_scores(p, dp, delta)
+        if not self.C.late:
+            self.put(self.channels.ds, turn, ds)
+            acc = self.add_grad_query(ds, turn, acc)
+        return ds, acc
+
+    @gluon.jit
     def put_share(self, shares, slot, share):
         """My rows of dQ of a head."""
         row = (slot * self.C.parts + my_part(self.C)) * M + self.first
@@ -346,12 +359,22 @@ def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constex
                 acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
             head, share = tile.head, gl.load(schedule.tiles + t * 8 + 7)
             _, q_at = channels.q.acquire_full(q_at)
-        q = me.rows_of(q_slot).load(Q_LAYOUT)
+        if C.early:  # Q stays in shared memory, as registers have O
+            p = me.put_probabilities(warpgroup_mma_wait(0, deps=(me.scores(me.rows_of(q_slot), turn),)), lse, turn)
+        else:
+            q = me.rows_of(q_slot).load(Q_LAYOUT)
         grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
         grad_out = me.rows_of(grad_slot)
         delta = here.delta(row, lse, out, grad_out.load(OUT_LAYOUT))
-        ds = gl.zeros([ROWS, N], channels.ds.buffers.dtype, S_LAYOUT)  # of the tile before, in this sequence
-        for block in range(tile.kv_begin, tile.kv_end):
+        if C.early:
+            fence_async_shared()  # dO has been read, and may be released before P of another tile is put
+            last = tile.kv_begin + 1 == tile.kv_end
+            ds, acc = me.finish(p, me.grad_scores(grad_out, turn), delta, grad_slot, last, turn, acc)
+            q = me.rows_of(q_slot).load(Q_LAYOUT)
+            turn += 1
+        else:
+            ds = gl.zeros([ROWS, N], channels.ds.buffers.dtype, S_LAYOUT)  # of the tile before, in this sequence
+        for block in range(tile.kv_begin + C.early, tile.kv_end):
             if turn < 0:  # never; but a barrier tells the assembler that `turn` is the same for all threads
                 gl.barrier()
             s = me.scores(q, turn)
@@ -361,14 +384,7 @@ def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constex
             else:
                 dp = me.grad_scores(grad_out, turn)
                 p = me.put_probabilities(warpgroup_mma_wait(1, deps=(s,)), lse, turn)
-            dp = warpgroup_mma_wait(0, deps=(dp,))
-            channels.v.slot(by_turn(channels.v, turn)).release()
-            if block + 1 == tile.kv_end:
-                grad_slot.release()
-            ds = me.grad_of_scores(p, dp, delta)
-            if not C.late:
-                me.put(channels.ds, turn, ds)
-                acc = me.add_grad_query(ds, turn, acc)
+            ds, acc = me.finish(p, dp, delta, grad_slot, block + 1 == tile.kv_end, turn, acc)
             turn += 1
         if C.late:
             me.put(channels.ds, turn - 1, ds)
