@@ -194,11 +194,7 @@ def test_keys_whose_gradient_waits_for_the_next_block(options, dtype, gpu):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"q_length": 250}, {"window": (30, 40), "scale": -0.2}, {"q_length": 60, "dim": 100, "value_dim": 72}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"q_length": 250}, {"window": (30, 40), "scale": -0.2}], ids=str)
 def test_few_keys_are_columns_of_their_products(options, dtype, gpu):
     """dV and dK of 32 keys, of one part and of more."""
     settings = dict(q_length=100, heads=1, kv_heads=1, dim=64, value_dim=40, k_slack=3, dtype=dtype)

@@ -52,7 +52,7 @@ def select(problem: AttentionProblem) -> Config:
         elif m == 128 and wide > 64:
             blocks = Tiling(m, 64 if hopper else 32, num_warps=8, num_stages=3)
         elif hopper or m * wide < 64 * 128:
-            n = 32 if m * wide == 128 * 64 else 64
+            n = 32 if m == 128 and wide == 64 else 64
             blocks, residents = Tiling(m, n, num_warps=4, num_stages=3 if m == 128 else 2), 2
         else:
             blocks = Tiling(m, 64 if tensor_memory or m < 128 else 32, num_warps=8, num_stages=2)
