@@ -108,14 +108,15 @@ def make_channel(
     readers: gl.constexpr = 1,
     writers: gl.constexpr = 1,
     parts: gl.constexpr = 1,
+    signals: gl.constexpr = 0,
 ):
     """A channel of `depth` slots of `parts` buffers of `shape`. For each phase as many roles as `readers` release the
-    slot, and all of `writers` fill every part."""
+    slot, all of `writers` fill every part, and `signals` roles that fill nothing arrive."""
     buffers = gl.allocate_shared_memory(dtype, [depth * parts] + shape, layout)
     full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(depth):
-        mbarrier.init(full.index(i), count=writers * parts)
+        mbarrier.init(full.index(i), count=writers * parts + signals)
         mbarrier.init(empty.index(i), count=readers)
     return Channel(buffers, full, empty, depth, parts)
 

@@ -52,6 +52,7 @@ visible = gluon.jit(masks.visible.fn)
 ROWS: gl.constexpr = gl.constexpr(64)  # keys of a consumer, packed query rows of a block
 KEYS: gl.constexpr = gl.constexpr(128)  # of a tile
 STAGES: gl.constexpr = gl.constexpr(2)  # of what comes with a block of rows, and of dS
+AHEAD: gl.constexpr = gl.constexpr(3)  # of dQ of a block: what is loaded to the rows that its step has freed
 
 
 @aggregate
@@ -63,7 +64,7 @@ class Channels:
     columns: gl.shared_memory_descriptor  # [64, 16] bf16: lse and delta of the block's rows, see `columns`
     read: gl.shared_memory_descriptor  # an mbarrier: both consumers have read those
     ds: gl.shared_memory_descriptor  # 2 x [64, 64] of each stage: dS^T of each consumer, through which its dV leaves
-    dq: Channel  # 2 x [64, D / 2] fp32: columns of each consumer
+    dq: Channel  # 2 x [64, D / 2] fp32: columns of each consumer; full when they and `queries_role` have told
     dk: gl.shared_memory_descriptor  # 2 x [64, D / 2] of each consumer; in the last wave, dQ in rows on its way, too
     free: gl.shared_memory_descriptor | gl.constexpr  # the last wave: no dQ of a tile is left there
 
@@ -119,9 +120,12 @@ def keys_role(schedule, descriptors, channels, C: gl.constexpr):
 
 @gluon.jit
 def queries_role(schedule, descriptors, channels, C: gl.constexpr):
+    """Q and dO. The end of a step frees rows and tells of dQ: loads, which consumers wait for next, go before adds, so
+    dQ is told of from here, too."""
     q_desc, grad_desc = descriptors
     begin, end = my_range(schedule)
-    at = channels.rows.start()
+    at, asked = channels.rows.start(), 0
+    added = channels.dq.slot(channels.dq.start())
     for t in range(begin, end):
         tile = read_tile(schedule, t)
         span = read_span(schedule, tile.sequence)
@@ -131,7 +135,14 @@ def queries_role(schedule, descriptors, channels, C: gl.constexpr):
             slot, after = channels.rows.acquire_empty(at)
             slot.load(q_desc, place)
             Slot(channels.grad_out.index(at.index), slot.full, slot.empty).load(grad_desc, place)
-            at = after
+            if not C.last and asked >= AHEAD:
+                added.publish()
+            at, asked = after, asked + 1
+    if not C.last:
+        for block in range(gl.maximum(asked - AHEAD, 0), asked):
+            if block > 0:  # each once the one before has been told of
+                mbarrier.wait(added.full, (block - 1) & 1)
+            added.publish()
 
 
 @gluon.jit
@@ -445,14 +456,15 @@ class Consumer:
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
             told = self.put_grad_query(dq, turn - 1)
         fence_async_shared()
-        if OLD_ASSEMBLER:  # which crashes where dQ is told of below
+        EARLY: gl.constexpr = OLD_ASSEMBLER and C.block_d < 128  # which crashes where dQ is told of below
+        if EARLY:
             gl.barrier()
             if LATE:
                 self.tell(told)
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        if LATE and not OLD_ASSEMBLER:
-            self.tell(told)
         rows.release()
+        if LATE and not EARLY:
+            self.tell(told)
         return Work(dk, dv, turn + 1)
 
 
@@ -563,7 +575,7 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.bfloat16, [ROWS, 16], few),
         new_barriers(1, 2).index(0),
         gl.allocate_shared_memory(dtype, [STAGES * 2, ROWS, ROWS], square),
-        make_channel(gl.float32, [ROWS, C.half], single, 1, 2 if C.last else 1, 1, 2),
+        make_channel(gl.float32, [ROWS, C.half], single, 1, 2 if C.last else 1, 1, 2, 0 if C.last else 1),
         gl.allocate_shared_memory(dtype, [4, ROWS, C.half], narrow),
         new_barriers(1, 1).index(0) if C.last else None,
     )
