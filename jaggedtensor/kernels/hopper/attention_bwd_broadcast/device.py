@@ -26,6 +26,8 @@ make P:
     products  S(n)           dQ(n-1)          dP(n)            S(n+1) ..
     threads   dS(n-1) out    P(n), P(n) out                    dS(n)
 
+With 64 dimensions it makes P of a sequence's first tile while O and dO, of which delta is, are on their way.
+
 dX (dV or dK) leaves through the buffer that P (or dS) of its tile was in, which only the maker reads. TMA reads zeros
 past the end of a sequence and stores nothing there, so that no score needs a mask: such a key has P <= 1 and a finite
 dS, which meets K = 0 in dQ.
