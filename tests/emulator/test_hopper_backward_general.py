@@ -257,6 +257,9 @@ ONCE = {
     "waves of 40 and 128 columns, queries per sequence": Case(
         (300, 5, 130), (70,) * 3, jagged=False, dim=40, packed=True, waves=True, slack=0
     ),
+    "waves, from tile to tile of many blocks": Case(
+        (300, 300, 200), (300, 400, 250), dim=64, value_dim=64, packed=True, waves=True, processors=1
+    ),
     "waves of 72 columns and parts of tiles": Case(
         (384,) * 3, (150,) * 3, dim=72, value_dim=104, processors=7, packed=True, waves=True, parts=2
     ),
