@@ -46,6 +46,7 @@ class Case:
     packed: bool = False
     parts: int = 0  # of tiles of the last round, which are cut along their blocks of rows
     waves: bool = False  # dQ is stored, added to and finished by a launch for each wave of tiles
+    scale: float | None = None
 
 
 def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
@@ -76,7 +77,7 @@ def reference(case, q, k, v, grad_out, q_offsets, k_offsets, scale):
 def as_columns(lse, delta, scale):
     """-lse / scale and -delta in three bf16 each, which begin at column 0 and 8; a row that sees nothing has P = 0."""
     columns = torch.zeros(*lse.shape, configuration.COLUMNS, dtype=torch.bfloat16)
-    for first, x in ((0, torch.where(lse == -math.inf, -3e38, -lse / scale)), (8, -delta)):
+    for first, x in ((0, torch.where(lse == -math.inf, math.copysign(3e38, -scale), -lse / scale)), (8, -delta)):
         for n in range(first, first + 3):
             columns[..., n] = x
             x = x - columns[..., n].double()
@@ -142,7 +143,7 @@ def run(case: Case, order: str, seed: int):
     q_rows, k_rows = q_tokens + case.slack * case.jagged, k_tokens + case.slack
     q, grad_out = normal(q_rows, heads, case.dim), normal(q_rows, heads, case.value_dim)
     k, v = normal(k_rows, case.kv_heads, case.dim), normal(k_rows, case.kv_heads, case.value_dim)
-    scale = 1 / math.sqrt(case.dim)
+    scale = 1 / math.sqrt(case.dim) if case.scale is None else case.scale
     lse, delta, dq, dk, dv = reference(
         case, q, k, v, grad_out, queries.offsets().tolist(), keys.offsets().tolist(), scale
     )
@@ -263,6 +264,8 @@ ONCE = {
     "waves of 72 columns and parts of tiles": Case(
         (384,) * 3, (150,) * 3, dim=72, value_dim=104, processors=7, packed=True, waves=True, parts=2
     ),
+    "a negative scale": Case((140, 20), (70, 64), right=0, scale=-0.3),
+    "a scale next to none": Case((140, 20), (70, 64), right=0, scale=1e-35, dtype=torch.bfloat16),
     "128 and 64 columns": Case((140, 3), (70, 9), value_dim=64),
     "turns": Case((200, 5), (130, 9), kv_heads=2, group=2, right=70, deterministic=True, processors=1),
     "turns and a window": Case((300, 70), (190, 9), left=40, right=0, deterministic=True, processors=1),

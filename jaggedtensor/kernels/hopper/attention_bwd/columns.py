@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd.config import COLUMNS
 
-LEAST = 1e-30  # a scale of less is none
+LEAST = 1e-36  # a scale of less is none: lse divided by it would not be finite
 MUCH = tl.constexpr(3e38)  # of a row that sees nothing, whose P is 0; bf16 and fp32 hold it
 
 
