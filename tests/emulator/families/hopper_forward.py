@@ -44,6 +44,8 @@ FAMILY = Family(
     "hopper_forward",
     runner=run,
     modules=[
+        "jaggedtensor.kernels.hopper.attention_fwd.channels",
+        "jaggedtensor.kernels.hopper.attention_fwd.loads",
         "jaggedtensor.kernels.hopper.attention_fwd.device",
         "jaggedtensor.kernels.shared.pipeline",
         "jaggedtensor.kernels.shared.anchor",

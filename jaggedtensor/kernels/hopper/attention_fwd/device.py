@@ -14,21 +14,22 @@ K and V come through descriptors that end where the sequence ends, so rows of a 
 as long as tiles have the same one, as a broadcast query of one head.
 """
 
+from jaggedtensor.kernels.hopper.attention_fwd.channels import Channels, Flags, Ring, goes_back
+from jaggedtensor.kernels.hopper.attention_fwd.loads import leading_load_role, load_role
 from jaggedtensor.kernels.shared import masks
-from jaggedtensor.kernels.shared.anchor import any_flagged, by_warp, flag, is_flagged, strayed
+from jaggedtensor.kernels.shared.anchor import any_flagged, by_warp, strayed
 from jaggedtensor.kernels.shared.dsl import (
     aggregate,
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from jaggedtensor.kernels.shared.epilogue import Results, store_by_pointers, store_statistics
 from jaggedtensor.kernels.shared.merge import Parts, merge_parts, store_part, store_part_lse
-from jaggedtensor.kernels.shared.pipeline import Channel, Counter, Slot, make_channel, new_barriers
+from jaggedtensor.kernels.shared.pipeline import Counter, Slot, make_channel, new_barriers
 from jaggedtensor.kernels.shared.ragged import ragged_place
 from jaggedtensor.kernels.shared.softmax import (
     Rows,
@@ -46,159 +47,6 @@ from jaggedtensor.kernels.shared.walk import Schedule, Span, Tile, my_range, pla
 
 visible = gluon.jit(masks.visible.fn)
 blocks_seen_by_all = gluon.jit(masks.blocks_seen_by_all.fn)
-
-
-@aggregate
-class Channels:
-    q: Channel  # [M, D] for each consumer
-    k: Channel  # [N, D]
-    v: Channel  # [N, Dv]
-    out: gl.shared_memory_descriptor | gl.constexpr  # [consumers, 64, Dv]: staging for O; None if it is staged in Q
-    turns: gl.shared_memory_descriptor | gl.constexpr  # [2, 1] mbarriers of consumers that take turns, else None
-
-
-@aggregate
-class Ring:
-    """A consumer's places."""
-
-    k: Counter
-    v: Counter
-    turn: gl.tensor  # parity of its next turn to issue products
-    part: gl.constexpr
-
-    @gluon.jit
-    def take_turn(self, channels):
-        """Wait until the other consumer has issued its products; the first has the first turn."""
-        if channels.turns is not None:
-            mbarrier.wait(channels.turns.index(self.part), self.turn ^ (1 - self.part))
-
-    @gluon.jit
-    def give_turn(self, channels):
-        """To the other. The parity of the turn after."""
-        if channels.turns is not None:
-            mbarrier.arrive(channels.turns.index(1 - self.part), count=1)
-        return self.turn ^ 1
-
-
-@aggregate
-class Flags:
-    """Of tiles that are to be done again, one for each warp of each consumer."""
-
-    places: gl.tensor | gl.constexpr  # int32 [tiles, flags]; None if no tile ever is
-    some: gl.tensor | gl.constexpr  # whether there are any in this CTA's range, where these alone are walked
-
-    @gluon.jit
-    def range(self, schedule, C: gl.constexpr):
-        """The places of this CTA in the schedule, none if it has nothing to do again."""
-        begin, end = my_range(schedule)
-        if C.redoes:
-            end = gl.where(self.some, end, begin)
-        return begin, end
-
-    @gluon.jit
-    def due(self, tile, place, C: gl.constexpr):
-        """A tile of the schedule, without keys if it is not to be done again."""
-        end = tile.kv_end
-        if C.redoes:
-            again = is_flagged(self.places, place, C.flags)
-            end = gl.where(again, end, tile.kv_begin)
-        return Tile(tile.sequence, tile.head, tile.q_block, tile.kv_begin, end)
-
-    @gluon.jit
-    def tell(self, place, part, again, C: gl.constexpr):
-        """Whether each warp [4] of a consumer wants a tile to be done again."""
-        if C.anchored:
-            warp = gl.arange(0, 4, again.type.layout)
-            flag(self.places, place, part * 4 + warp, C.flags, again)
-
-
-@gluon.jit
-def goes_back(C: gl.constexpr):
-    """Whether this CTA walks its tiles from the shortest to the longest.
-
-    Short tiles leave memory idle, long ones would take more than their share. So that not all CTAs have long ones first
-    and short ones last, every second one of a team turns its hand round; teams alike, as they read the same sequences.
-    """
-    if C.turns:
-        back = gl.program_id(0) % C.team % 2 == 1
-    else:
-        back = gl.to_tensor(False)
-    return back
-
-
-@gluon.jit
-def load_query(tile, span, at, descriptor, channels, C: gl.constexpr):
-    """The rows of each consumer. The counter of the next Q."""
-    PARTS: gl.constexpr = C.consumers
-    q_start = 0 if C.broadcast else span.q_start
-    _, after = channels.q.acquire_empty(at)
-    for part in gl.static_range(PARTS):
-        first = (tile.q_block * C.consumers + part) * (C.rows // C.group)
-        place = ragged_place(q_start, span.q_count, first, tile.head * C.heads)
-        channels.q.slot(at, part).load(descriptor, place)
-    return after
-
-
-@gluon.jit
-def load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
-    q_desc, k_desc, v_desc = descriptors
-    begin, end = flags.range(schedule, C)
-    walk = start_walk(schedule, begin, end, goes_back(C))
-    q_at, k_at, v_at = channels.q.start(), channels.k.start(), channels.v.start()
-    held = -1
-    for t in range(begin, end):
-        tile, span = flags.due(walk.tile, place_of(t, walk.last, walk.mirror), C), walk.span
-        walk = walk.next(t)
-        if C.lends or not C.resident or query_of(tile, C) != held:
-            q_at = load_query(tile, span, q_at, q_desc, channels, C)
-            held = query_of(tile, C)
-        for n in range(tile.kv_end - tile.kv_begin):
-            row = schedule.block(tile.kv_end - 1 - n) * C.block_n
-            slot, k_at = channels.k.acquire_empty(k_at)
-            slot.load(k_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
-            slot, v_at = channels.v.acquire_empty(v_at)
-            slot.load(v_desc, ragged_place(span.k_start, span.k_count, row, tile.head))
-
-
-@gluon.jit
-def leading_load_role(schedule, flags, descriptors, channels, C: gl.constexpr):
-    """The same, ahead: K of a block before V of the one that is walked before it, as its slot is free half a step
-    earlier, and Q a tile before its keys. Each tile has some, and neither slot of Q is needed until its end.
-
-    A block of keys that ends with its sequence is known by three numbers: where that is, rows up to there, and a head.
-    """
-    q_desc, k_desc, v_desc = descriptors
-    begin, end = flags.range(schedule, C)
-    walk = start_walk(schedule, begin, end, goes_back(C))
-    q_at, k_at, v_at = channels.q.start(), channels.k.start(), channels.v.start()
-    held = gl.to_tensor(-1)
-    # Numbers of their own: Triton takes a name for a constant of the loop whose first value is one of the walk's.
-    stop, row, head = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    if begin < end:
-        q_at = load_query(walk.tile, walk.span, q_at, q_desc, channels, C)
-        held = query_of(walk.tile, C)
-    for t in range(begin, end):
-        tile, span = walk.tile, walk.span
-        next_stop, next_row = span.k_start + span.k_count, (tile.kv_end - 1) * C.block_n - span.k_count
-        walk = walk.next(t)
-        k_slot, k_at = channels.k.acquire_empty(k_at)
-        k_slot.load(k_desc, ragged_place(next_stop, 0, next_row, tile.head))
-        if t > begin:  # the last block of the tile before
-            v_slot, v_at = channels.v.acquire_empty(v_at)
-            v_slot.load(v_desc, ragged_place(stop, 0, row, head))
-        stop, row, head = next_stop, next_row, tile.head
-        if t + 1 < end and (not C.resident or query_of(walk.tile, C) != held):
-            q_at = load_query(walk.tile, walk.span, q_at, q_desc, channels, C)
-            held = query_of(walk.tile, C)
-        for _ in range(tile.kv_end - tile.kv_begin - 1):
-            k_slot, k_at = channels.k.acquire_empty(k_at)
-            k_slot.load(k_desc, ragged_place(stop, 0, row - C.block_n, head))
-            v_slot, v_at = channels.v.acquire_empty(v_at)
-            v_slot.load(v_desc, ragged_place(stop, 0, row, head))
-            row -= C.block_n
-    if begin < end:
-        v_slot, v_at = channels.v.acquire_empty(v_at)
-        v_slot.load(v_desc, ragged_place(stop, 0, row, head))
 
 
 @aggregate
