@@ -334,7 +334,9 @@ ONE_THREAD = "one thread of a role waits for its stores, the others for a barrie
 FAMILY = Family(
     "hopper backward",
     runner=run_some,
-    modules=("jaggedtensor.kernels.hopper.attention_bwd.device",),
+    modules=tuple(
+        f"jaggedtensor.kernels.hopper.attention_bwd.{name}" for name in ("channels", "loads", "reducer", "device")
+    ),
     equivalent={
         "reduce_role: delete turns.wait(mine, block, turn)": ONE_CTA,
         **{
