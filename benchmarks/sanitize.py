@@ -20,7 +20,6 @@ must find. What has not finished in its time is said, and no fault.
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import importlib
 import os
@@ -150,12 +149,6 @@ def child(names: Sequence[str]) -> None:
 
 
 PLACE = re.compile(r"(Write|Read) access at (\w+)\+0x[0-9a-f]+ in ([^:\s]+):(\d+)")
-NARROW = {"statistics_role"}  # functions that a single warp runs
-
-
-def is_known(report: str) -> bool:
-    """Whether a race that racecheck reports is ordered by what it does not see."""
-    return of_the_compiler(report) or of_one_warp(report)
 
 
 def of_the_compiler(report: str) -> bool:
@@ -170,32 +163,10 @@ def of_the_compiler(report: str) -> bool:
     return len(places) > 1 and all(is_first_line(*place) for _, *place in places)
 
 
-def of_one_warp(report: str) -> bool:
-    """Whether what is written is written by a role of one warp, and read by another role.
-
-    An mbarrier is between the two: the warp's `bar.warp.sync` orders the stores of all lanes before lane 0 arrives.
-    racecheck reports right channels of this kind, the controls "channel" and "narrow". ConSan sees such channels, and
-    reports none.
-    """
-    roles = {kind: set() for kind in ("Write", "Read")}
-    for kind, _, *place in PLACE.findall(report):
-        roles[kind].add(function_at(*place))
-    return bool(roles["Write"] and roles["Read"]) and roles["Write"] <= NARROW and not roles["Read"] & NARROW
-
-
 def files_of(name: str) -> list[Path]:
     """A file that a report names. Without a folder, it is one of this project."""
     found = [Path(name)] if os.path.isabs(name) else Path(__file__).parents[1].rglob(f"*/{name}")
     return [path for path in found if path.is_file()]
-
-
-@functools.cache
-def function_at(name: str, line: str) -> str:
-    """The function that a line of a file belongs to; "" if that is not known."""
-    files = files_of(name)
-    tree = ast.walk(ast.parse(files[0].read_text())) if len(files) == 1 else ()
-    inside = [x for x in tree if isinstance(x, ast.FunctionDef) and x.lineno <= int(line) <= (x.end_lineno or 0)]
-    return max(inside, key=lambda x: x.lineno).name if inside else ""
 
 
 @functools.cache
@@ -216,7 +187,7 @@ class Finding:
     @property
     def errors(self) -> list[str]:
         """Reports but those that are known."""
-        return [report for report in self.reports if not is_known(report)]
+        return [report for report in self.reports if not of_the_compiler(report)]
 
     @property
     def is_open(self) -> bool:
@@ -232,15 +203,12 @@ class Finding:
 
     def line(self, tool: str) -> str:
         said = [f"{len(self.errors)} reports"] if self.errors else []
-        for count, what in (
-            (sum(map(of_the_compiler, self.reports)), "of the compiler's messages to roles"),
-            (sum(map(of_one_warp, self.reports)), "of one warp's stores"),
-        ):
-            said += [f"{count} {what}"] if count else []
+        known = sum(map(of_the_compiler, self.reports))
+        said += [f"{known} of the compiler's messages to roles"] if known else []
         missed = self.name in FAULTS.get(tool, ()) and not (self.is_open or self.is_fine(tool))
         said = said or ["its fault is not found" if missed else "nothing"]
-        known = " (not judged)" if self.name in UNSURE.get(tool, ()) else ""
-        return f"{tool:10}{self.name:44}{self.verdict}; {', '.join(said)}{known}"
+        unsure = " (not judged)" if self.name in UNSURE.get(tool, ()) else ""
+        return f"{tool:10}{self.name:44}{self.verdict}; {', '.join(said)}{unsure}"
 
 
 @dataclass
