@@ -58,6 +58,28 @@ def delta_kernel(
     row = (begin % one).to(tl.int32) + tl.arange(0, BLOCK)  # divisions by row in 32 bits
     inside = begin + tl.arange(0, BLOCK) < total
     sequence, head, i = begin // one + row // one, row % heads, row % one // heads
+    place = sequence, i, head
+    result = delta_of_rows(
+        out, grad_out, grad_lse, place, inside, out_steps, grad_steps, lse_steps, WIDTH=WIDTH, COLUMNS=COLUMNS
+    )
+    tl.store(delta + (sequence * heads + head) * length + i, result, mask=inside)
+
+
+@triton.jit
+def delta_of_rows(
+    out,
+    grad_out,
+    grad_lse,  # or None
+    place,  # (sequence in 64 bits, row, head) of each
+    inside,
+    out_steps,  # strides (sequence, row, head); columns are together
+    grad_steps,
+    lse_steps,  # (sequence, head, row)
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """delta of some rows, in fp32; 0 of those that are not inside."""
+    sequence, i, head = place
     column = tl.arange(0, COLUMNS)
     mask = inside[:, None] & (column < WIDTH)[None, :]
     at = sequence * out_steps[0] + i.to(tl.int64) * out_steps[1] + head * out_steps[2]
@@ -68,4 +90,4 @@ def delta_kernel(
     if grad_lse is not None:
         at = sequence * lse_steps[0] + head * lse_steps[1] + i * lse_steps[2]
         result -= tl.load(grad_lse + at, mask=inside, other=0.0)
-    tl.store(delta + (sequence * heads + head) * length + i, result, mask=inside)
+    return result

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jaggedtensor.kernels.hopper.attention_bwd.config import COLUMNS
+from jaggedtensor.kernels.shared.delta import delta_of_rows
 
 LEAST = 1e-36  # a scale of less is none: lse divided by it would not be finite
 MUCH = tl.constexpr(3e38)  # of a row that sees nothing, whose P is 0; bf16 and fp32 hold it
@@ -79,16 +80,10 @@ def columns_kernel(
     row = tl.program_id(0) // heads * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     sequence, i = (row // length).to(tl.int64), (row % length).to(tl.int64)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None] & (column < DIM)
-    at = sequence * out_steps[0] + i * out_steps[1] + head * out_steps[2]
-    o = tl.load(out + at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    at = sequence * grad_steps[0] + i * grad_steps[1] + head * grad_steps[2]
-    do = tl.load(grad_out + at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(o * do, 1)
-    if grad_lse is not None:
-        at = sequence * lse_steps[0] + head * lse_steps[1] + i * lse_steps[2]
-        delta -= tl.load(grad_lse + at, mask=inside, other=0.0)
+    delta = delta_of_rows(
+        out, grad_out, grad_lse, (sequence, i, head), inside, out_steps, grad_steps, lse_steps,
+        WIDTH=DIM, COLUMNS=BLOCK_D,
+    )  # fmt: skip
     x = tl.load(lse + (sequence * heads + head) * length + i, mask=inside, other=0.0)
     blind = x == float("-inf")
     x = tl.where(blind, tl.where(inverse > 0, -MUCH, MUCH), -x * inverse)
