@@ -52,14 +52,15 @@ def select(problem: AttentionProblem) -> Config:
         elif m == 128 and wide > 64:
             blocks = Tiling(m, 64 if hopper else 32, num_warps=8, num_stages=3)
         elif hopper or m * wide < 64 * 128:
-            n = 32 if m == 128 and wide == 64 else 64
+            measured = m == 64 and problem.head_dim == problem.value_dim == wide  # others spill more, and were not
+            n = 32 if m * wide == 128 * 64 and not measured else 64
             blocks, residents = Tiling(m, n, num_warps=4, num_stages=3 if m == 128 else 2), 2
         else:
             blocks = Tiling(m, 64 if tensor_memory or m < 128 else 32, num_warps=8, num_stages=2)
 
         def turned(t: Tiling) -> bool:
             """Hopper's instruction has 64 rows at least: for fewer keys, those of dV and dK are columns."""
-            return hopper and not single and t.block_n < 64 <= min(t.block_m, t.block_d, t.block_dv)
+            return hopper and not single and t.block_m == 128 and t.block_n < 64 <= min(t.block_d, t.block_dv)
 
         def of_broadcast(t: Tiling) -> int:
             """Q and dO, a ring of K and V, P and dS on their way from rows to keys; in tensor memory's way, K again;
