@@ -29,7 +29,8 @@ import torch
 from filelock import FileLock
 
 from jaggedtensor import env
-from jaggedtensor.kernels.dispatch import BACKENDS, by_name, triton_version
+from jaggedtensor.kernels.dispatch import BACKENDS, by_name
+from jaggedtensor.kernels.toolchain import triton_version
 from jaggedtensor.ops.attention import _window, attend
 from jaggedtensor.ops.fp8 import attend_fp8, dequantize_fp8, quantize_fp8
 from jaggedtensor.problem import AttentionProblem, QueryKind

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.metadata
-import importlib.util
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,14 +23,13 @@ from jaggedtensor.kernels.hopper.plan import lacks as hopper_lacks
 from jaggedtensor.kernels.hopper.plan import plan_backward as plan_hopper_backward
 from jaggedtensor.kernels.hopper.plan import plan_forward as plan_hopper_forward
 from jaggedtensor.kernels.portable.plan import plan as plan_portable
+from jaggedtensor.kernels.toolchain import GLUON_NEEDS, HAS_TRITON, triton_version
 from jaggedtensor.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from jaggedtensor.layout import JaggedLayout
 
 MAX_HEAD_DIM = 256
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-GLUON_NEEDS = (3, 8)  # the version of Triton
 
 Schedules = tuple[list[Tensor], list[Tensor]]  # for forward, for backward
 
@@ -87,24 +82,6 @@ def nothing_more(problem: AttentionProblem) -> list[str]:
 def nothing_to_tell(problem: AttentionProblem) -> str:
     """For implementations with one kernel for the backward pass of each kind of query."""
     return ""
-
-
-def _triton_version() -> tuple[int, int]:
-    names = ("triton", "pytorch-triton", "pytorch-triton-rocm") if HAS_TRITON else ()
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(name))
-            if found:
-                return int(found[1]), int(found[2])
-    return 0, 0
-
-
-_TRITON_VERSION = _triton_version()  # once: torch.compile looks on while an implementation is chosen
-
-
-def triton_version() -> tuple[int, int]:
-    """Of the package that would be imported, without importing it; (0, 0) if there is none."""
-    return _TRITON_VERSION
 
 
 _LAUNCHERS: dict[str, ModuleType] = {}  # imported so far

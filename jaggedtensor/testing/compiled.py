@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from jaggedtensor.kernels.dispatch import by_name
 from jaggedtensor.kernels.shared.direct import Variant
+from jaggedtensor.kernels.shared.dsl import assembling
 from jaggedtensor.problem import AttentionArgs, Device
 from jaggedtensor.testing.attention import AttentionCase
 from jaggedtensor.testing.launches import GPUS, Launch, arguments_of, compiling_for
@@ -248,8 +249,9 @@ def role_of(name: str, loops: list[Loop]) -> Role:
 
 def compile_gluon(launch: Launch, device: Device) -> Kernel:
     """Compiles a recorded launch."""
-    with compiling_for(GPUTarget("cuda", device.arch[0] * 10 + device.arch[1], 32)):
-        return Kernel(launch, launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options))
+    target = GPUTarget("cuda", device.arch[0] * 10 + device.arch[1], 32)
+    with compiling_for(target), assembling(launch.options) as options:
+        return Kernel(launch, launch.kernel.warmup(*launch.args, grid=launch.grid, **options))
 
 
 def compiled(about: CompileCase | AttentionCase, arch: str, which: Pass) -> list[Kernel]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jaggedtensor.kernels.dispatch import GLUON_NEEDS, choose, triton_version
+from jaggedtensor.kernels.dispatch import choose
+from jaggedtensor.kernels.toolchain import GLUON_NEEDS, triton_version
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 
 if sys.platform != "linux" or triton_version() < GLUON_NEEDS:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from jaggedtensor import JaggedLayout
-from jaggedtensor.kernels.dispatch import GLUON_NEEDS, by_name, triton_version
+from jaggedtensor.kernels.dispatch import by_name
+from jaggedtensor.kernels.toolchain import GLUON_NEEDS, triton_version
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
 if sys.platform != "linux" or triton_version() < GLUON_NEEDS:

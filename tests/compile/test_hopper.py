@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jaggedtensor.kernels.dispatch import GLUON_NEEDS, triton_version
+from jaggedtensor.kernels.toolchain import GLUON_NEEDS, triton_version
 
 if sys.platform != "linux" or triton_version() < GLUON_NEEDS:
     pytest.skip("needs a Triton with Gluon for Hopper", allow_module_level=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaggedtensor.kernels.dispatch import GLUON_NEEDS, triton_version
+from jaggedtensor.kernels.toolchain import GLUON_NEEDS, triton_version
 
 if sys.platform != "linux" or triton_version() < GLUON_NEEDS:
     pytest.skip("needs a Triton with Gluon", allow_module_level=True)

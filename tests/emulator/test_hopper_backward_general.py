@@ -345,7 +345,6 @@ FAMILY = Family(
         },
         "Consumer.step: delete gl.barrier()": "it is never reached, see there",
         "Consumer.step: delete gl.barrier() #2": ONE_THREAD,
-        "Consumer.step: delete gl.barrier() #3": "for Triton 3.8, see there",
         "Consumer.step: move down tma.store_wait(0)": ONE_THREAD,
     },
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jaggedtensor import JaggedTensor, attend
-from jaggedtensor.kernels import cpu, dispatch
+from jaggedtensor.kernels import cpu, dispatch, toolchain
 from jaggedtensor.problem import AttentionProblem, Device
 
 
@@ -15,9 +15,9 @@ def self_attention(keys):
 @pytest.mark.parametrize(("arch", "name"), [((8, 0), "portable"), ((9, 0), "hopper"), ((10, 0), "blackwell")], ids=str)
 @pytest.mark.parametrize("train", [False, True])
 def test_planning_for_a_gpu_is_traced(monkeypatch, arch, name, train):
-    if name != "portable" and dispatch.triton_version() < dispatch.GLUON_NEEDS:
+    if name != "portable" and toolchain.triton_version() < toolchain.GLUON_NEEDS:
         pytest.skip("needs Gluon")
-    if not dispatch.HAS_TRITON:
+    if not toolchain.HAS_TRITON:
         pytest.skip("needs Triton")
     device = Device("cuda", arch, 132, 227 << 10)
     for method in ("of", "_look_up"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jaggedtensor import doctor
-from jaggedtensor.kernels import dispatch
+from jaggedtensor.kernels import dispatch, toolchain
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 
 # What each case's kernel does instead of its work, in the child that runs the case.
@@ -127,7 +127,7 @@ PROBLEM = AttentionProblem(
 )
 
 
-@pytest.mark.skipif(dispatch.triton_version() < dispatch.GLUON_NEEDS, reason="needs Gluon")
+@pytest.mark.skipif(toolchain.triton_version() < toolchain.GLUON_NEEDS, reason="needs Gluon")
 def test_a_kernel_that_passes_is_chosen_and_examined_once(b200, cache):
     b200.word = "right"
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_a_kernel_that_passes_is_chosen_and_examined_once(b200, cache):
     assert entry["blackwell"]["passed"]
 
 
-@pytest.mark.skipif(dispatch.triton_version() < dispatch.GLUON_NEEDS, reason="needs Gluon")
+@pytest.mark.skipif(toolchain.triton_version() < toolchain.GLUON_NEEDS, reason="needs Gluon")
 def test_a_kernel_that_does_not_pass_is_passed_over_which_is_said_once(b200):
     b200.word = "hangs"
     with pytest.warns(UserWarning, match="'blackwell' has not passed its examination on this GPU") as said:

@@ -18,7 +18,7 @@ ROOT = Path(jaggedtensor.__file__).parent
 # From the bottom up: a module imports from its own layer and those before it. The longest prefix counts.
 LAYERS = [
     ["errors", "env", "version"],
-    ["problem", "kernels.shared", "block_masks"],
+    ["problem", "kernels.shared", "kernels.toolchain", "block_masks"],
     ["schedules"],
     ["layout"],
     ["schedules.valid_tiles", "schedules.last_round", "schedules.deal", "schedules.stream_k", "schedules.build"],

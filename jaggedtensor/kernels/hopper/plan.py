@@ -12,6 +12,7 @@ from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.attention_fwd.config import ROWS, Config, select
 from jaggedtensor.kernels.shared.cuts import Cuts
+from jaggedtensor.kernels.toolchain import newest_assembler_lacks
 from jaggedtensor.problem import UNLIMITED, AttentionProblem, QueryKind
 from jaggedtensor.schedules.types import ScheduleKind, TileAxis, Wave
 
@@ -75,8 +76,10 @@ def plan_forward(
 
 def backward_lacks(problem: AttentionProblem) -> list[str]:
     """Why these kernels cannot do the backward pass of a problem that they serve; empty if they can."""
-    family = broadcast if problem.query is QueryKind.BROADCAST else general
-    return ["takes no block mask"] * problem.masked + family.lacks(problem)
+    reasons = ["takes no block mask"] * problem.masked
+    if problem.query is QueryKind.BROADCAST:
+        return reasons + broadcast.lacks(problem)
+    return reasons + general.lacks(problem) + newest_assembler_lacks()
 
 
 def plan_backward(

@@ -15,7 +15,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from jaggedtensor.kernels.shared.dsl import TensorDescriptor
+from jaggedtensor.kernels.shared.dsl import TensorDescriptor, assembling
 from jaggedtensor.kernels.shared.hooks import is_watched
 
 MOST_MAPS = 1024
@@ -27,7 +27,7 @@ class Variant:
 
     Args:
         kernel: as Gluon's decorator made it; descriptors are its first arguments.
-        options: of a launch.
+        options: of a launch, as `dsl.assembling` takes them.
     """
 
     def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
@@ -43,7 +43,8 @@ class Variant:
         aligned: whether all pointers are multiples of 16 bytes. Others are rare, and launched as Triton does.
         """
         if self._compiled is None or not aligned:
-            compiled = self.kernel[(programs,)](*(make() for _, make in descriptors), *args, **self.options)
+            with assembling(self.options) as options:
+                compiled = self.kernel[(programs,)](*(make() for _, make in descriptors), *args, **options)
             if aligned:
                 self._read(compiled)
         elif not self._plain or is_watched():

@@ -3,8 +3,11 @@
 Every Gluon family imports from here; older versions of Triton don't get this far (`needs_triton` in `dispatch`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from triton import knobs
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere
@@ -32,7 +35,6 @@ else:
     aggregate = gluon.aggregate
 
 REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
-OLD_ASSEMBLER: gl.constexpr = gl.constexpr(not REINTERPRETS.value)  # ptxas 12.9, which Triton 3.8 brings
 
 
 def _policy(priority: str) -> Any:
@@ -53,3 +55,19 @@ def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
         return buffer.reinterpret(dtype, shape, layout)
     else:
         return buffer._reinterpret(dtype, shape, layout)
+
+
+@contextmanager
+def assembling(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Around a compilation with the options of a launch: those of them that Triton knows.
+
+    `newest_assembler` is ours: Triton 3.8 then assembles for Hopper by the ptxas that it brings for Blackwell (13.3 and
+    not 12.9), as later versions do for all. Whether the driver takes that, `toolchain.newest_assembler_lacks` says.
+    """
+    known = dict(options)
+    if known.pop("newest_assembler", False) and not REINTERPRETS.value:
+        with knobs.nvidia.scope():
+            knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
+            yield known
+    else:
+        yield known

@@ -37,8 +37,9 @@ class Config:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Of a launch. 168 registers of 12 warps are shared out again by role: 240 for consumers, 24 for the others."""
-        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+        """Of a launch. 168 registers of 12 warps are shared out again by role: 240 for consumers, 24 for the others.
+        ptxas 12.9 crashes on some variants, and spills in a loop of others."""
+        return {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True, "newest_assembler": True}
 
     @property
     def shared_memory(self) -> int:

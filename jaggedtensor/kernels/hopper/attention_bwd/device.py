@@ -36,7 +36,6 @@ from jaggedtensor.kernels.hopper.attention_bwd.loads import columns_role, keys_r
 from jaggedtensor.kernels.hopper.attention_bwd.reducer import Turns, finish_role, reduce_role
 from jaggedtensor.kernels.shared import masks
 from jaggedtensor.kernels.shared.dsl import (
-    OLD_ASSEMBLER,
     aggregate,
     fence_async_shared,
     gl,
@@ -236,14 +235,9 @@ class Consumer:
             dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
             told = self.put_grad_query(dq, turn - 1)
         fence_async_shared()
-        EARLY: gl.constexpr = OLD_ASSEMBLER and C.block_d < 128  # which crashes where dQ is told of below
-        if EARLY:
-            gl.barrier()
-            if LATE:
-                self.tell(told)
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
         rows.release()
-        if LATE and not EARLY:
+        if LATE:
             self.tell(told)
         return Work(dk, dv, turn + 1)
 
