@@ -18,6 +18,7 @@ from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.plan import plan_broadcast_backward
 from jaggedtensor.kernels.shared import dsl
+from jaggedtensor.kernels.shared.direct import Variant
 from jaggedtensor.kernels.shared.dsl import gl
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.schedules.types import Tile
@@ -156,3 +157,15 @@ def test_triton_3_8_is_told_to_assemble_by_its_newer_ptxas(monkeypatch):
         assert knobs.nvidia.ptxas.path == before[0]
     assert (knobs.nvidia.ptxas.path, os.environ.get("TRITON_PTXAS_PATH")) == before
     assert options["newest_assembler"]
+
+
+def test_a_launch_compiles_by_the_assembler_that_it_asks_for(monkeypatch):
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append((grid, args, options, knobs.nvidia.ptxas.path))
+
+    monkeypatch.setattr(dsl, "REINTERPRETS", gl.constexpr(False))
+    Variant(Kernel(), {"num_warps": 4, "newest_assembler": True}).launch(3, [], [7], aligned=False)
+    assert seen == [((3,), (7,), {"num_warps": 4}, knobs.nvidia.ptxas_blackwell.path)]
