@@ -11,7 +11,7 @@ printed for each problem and tool as soon as it is known. Controls (sanitize_con
 with: faults that it must find, and right kernels without anything of ours that could be at fault. Where a tool is known
 to be mistaken about one (UNSURE), what it says is printed, and not judged.
 
-Not counted is a kind of race that racecheck reports as it does not see what orders it: the compiler's messages to roles.
+Not counted is a kind of race that racecheck reports as it does not see what orders it: what the compiler tells roles.
 
 Exits with 1 if a problem is wrong or a tool reports something else, and if a control's fault is not found that the tool
 must find. What has not finished in its time is said, and no fault.
