@@ -151,6 +151,10 @@ def test_triton_3_8_is_told_to_assemble_by_its_newer_ptxas(monkeypatch):
         assert knobs.nvidia.ptxas.path == knobs.nvidia.ptxas_blackwell.path
     with dsl.assembling(known):  # of a kernel that does not ask for it
         assert knobs.nvidia.ptxas.path == before[0]
+    with monkeypatch.context() as without:
+        without.setattr(vars(type(knobs.nvidia))["ptxas_blackwell"], "default_path", "nowhere")
+        with dsl.assembling(options):  # of two evils
+            assert knobs.nvidia.ptxas.path == before[0]
     monkeypatch.setattr(dsl, "REINTERPRETS", gl.constexpr(True))
     with dsl.assembling(options) as known:  # later versions choose by themselves
         assert known == {"num_warps": 4}

@@ -4,7 +4,7 @@ Every Gluon family imports from here; older versions of Triton don't get this fa
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -67,7 +67,8 @@ def assembling(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     known = dict(options)
     if known.pop("newest_assembler", False) and not REINTERPRETS.value:
         with knobs.nvidia.scope():
-            knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
+            with suppress(RuntimeError):  # a build of Triton that has no such file
+                knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
             yield known
     else:
         yield known
