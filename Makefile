@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 # One stamp for each choice of torch: another TORCH, or a change of dependencies, installs anew.
 STAMP := $(VENV)/.installed-$(subst /,_,$(TORCH))
 
-.PHONY: quickstart test lint venv bench-cpu gpu-test gpu-sanitize compile-check compile-check-other peers mutants clean
+.PHONY: quickstart test lint venv bench-cpu gpu-test gpu-sanitize compile-check compile-check-other test-compile-other peers
+.PHONY: mutants clean
 
 venv: $(STAMP)
 
@@ -47,6 +48,10 @@ compile-check: venv
 OTHER ?= 3.8.0
 compile-check-other: venv build/triton-$(OTHER)
 	$(MAKE) compile-check CHECKS="--triton build/triton-$(OTHER) $(CHECKS)"
+
+# What tests say of compiled kernels with it: one to three minutes.
+test-compile-other: venv build/triton-$(OTHER)
+	PYTHONPATH=build/triton-$(OTHER) $(BIN)/python -m pytest -n auto tests/compile
 
 build/triton-%:
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
