@@ -1,6 +1,5 @@
 """The Hopper backward kernels compile without a GPU: no spills, no serialised products, budgets kept."""
 
-import os
 import re
 import sys
 
@@ -11,15 +10,10 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 if sys.platform != "linux":
     pytest.skip("Triton compiles on Linux", allow_module_level=True)
 
-from triton import knobs
-
 from jaggedtensor import JaggedLayout
 from jaggedtensor.kernels.hopper.attention_bwd import config as general
 from jaggedtensor.kernels.hopper.attention_bwd_broadcast import config as broadcast
 from jaggedtensor.kernels.hopper.plan import plan_broadcast_backward
-from jaggedtensor.kernels.shared import dsl
-from jaggedtensor.kernels.shared.direct import Variant
-from jaggedtensor.kernels.shared.dsl import gl
 from jaggedtensor.problem import AttentionProblem, Device, QueryKind
 from jaggedtensor.schedules.types import Tile
 from jaggedtensor.testing.compile_rules import serialised
@@ -140,36 +134,3 @@ def test_a_cta_of_many_sequences_has_fewer_tiles():
 
 def test_a_device_of_fewer_processors_than_parts_has_a_worker():
     assert broadcast.select(problem_of(512, device=Device("cuda", (9, 0), 2, 227 << 10))).workers == 1
-
-
-def test_triton_3_8_is_told_to_assemble_by_its_newer_ptxas(monkeypatch):
-    before = knobs.nvidia.ptxas.path, os.environ.get("TRITON_PTXAS_PATH")
-    options = {"num_warps": 4, "newest_assembler": True}
-    monkeypatch.setattr(dsl, "REINTERPRETS", gl.constexpr(False))
-    with dsl.assembling(options) as known:
-        assert known == {"num_warps": 4}
-        assert knobs.nvidia.ptxas.path == knobs.nvidia.ptxas_blackwell.path
-    with dsl.assembling(known):  # of a kernel that does not ask for it
-        assert knobs.nvidia.ptxas.path == before[0]
-    with monkeypatch.context() as without:
-        without.setattr(vars(type(knobs.nvidia))["ptxas_blackwell"], "default_path", "nowhere")
-        with dsl.assembling(options):  # of two evils
-            assert knobs.nvidia.ptxas.path == before[0]
-    monkeypatch.setattr(dsl, "REINTERPRETS", gl.constexpr(True))
-    with dsl.assembling(options) as known:  # later versions choose by themselves
-        assert known == {"num_warps": 4}
-        assert knobs.nvidia.ptxas.path == before[0]
-    assert (knobs.nvidia.ptxas.path, os.environ.get("TRITON_PTXAS_PATH")) == before
-    assert options["newest_assembler"]
-
-
-def test_a_launch_compiles_by_the_assembler_that_it_asks_for(monkeypatch):
-    seen = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: seen.append((grid, args, options, knobs.nvidia.ptxas.path))
-
-    monkeypatch.setattr(dsl, "REINTERPRETS", gl.constexpr(False))
-    Variant(Kernel(), {"num_warps": 4, "newest_assembler": True}).launch(3, [], [7], aligned=False)
-    assert seen == [((3,), (7,), {"num_warps": 4}, knobs.nvidia.ptxas_blackwell.path)]

@@ -4,7 +4,7 @@ Every Gluon family imports from here; older versions of Triton don't get this fa
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -29,12 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as wa
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
+from jaggedtensor.errors import fail
+
 if TYPE_CHECKING:
     from dataclasses import dataclass as aggregate
 else:
     aggregate = gluon.aggregate
 
 REINTERPRETS: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from 3.9 on
+OLDEST_ASSEMBLER = (12, 9)
 
 
 def _policy(priority: str) -> Any:
@@ -63,12 +66,35 @@ def assembling(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     `newest_assembler` is ours: Triton 3.8 then assembles for Hopper by the ptxas that it brings for Blackwell (13.3 and
     not 12.9), as later versions do for all. Whether the driver takes that, `toolchain.newest_assembler_lacks` says.
+
+    Raises:
+        RuntimeError: Triton 3.8 has no ptxas of its own, and the one that is configured is too old.
     """
     known = dict(options)
-    if known.pop("newest_assembler", False) and not REINTERPRETS.value:
-        with knobs.nvidia.scope():
-            with suppress(RuntimeError):  # a build of Triton that has no such file
-                knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
-            yield known
-    else:
+    newest = known.pop("newest_assembler", False)
+    if REINTERPRETS.value:
         yield known
+    else:
+        with knobs.nvidia.scope():
+            knobs.nvidia.ptxas = _assembler(newest)
+            yield known
+
+
+def _assembler(newest: bool) -> str:
+    """Where a ptxas is that assembles for Hopper: one of Triton's own, whatever TRITON_PTXAS_PATH says. torch.compile
+    points that at the ptxas of torch's CUDA, where torch brings it, and what 12.8 makes of the forward is wrong."""
+    tools = vars(type(knobs.nvidia))
+    for name in ("ptxas_blackwell", "ptxas") if newest else ("ptxas",):
+        own = knobs.NvidiaTool.from_path(tools[name].default_path)
+        if own is not None:
+            return str(own.path)
+    found = knobs.nvidia.ptxas
+    if tuple(map(int, found.version.split("."))) < OLDEST_ASSEMBLER:
+        fail(
+            "ptxas",
+            "version {}.{} or newer".format(*OLDEST_ASSEMBLER),
+            f"{found.version} at {found.path}",
+            "point TRITON_PTXAS_PATH at a newer one, or install triton >= 3.9",
+            error=RuntimeError,
+        )
+    return str(found.path)
