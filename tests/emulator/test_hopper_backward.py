@@ -146,6 +146,7 @@ CASES = {
     "more CTAs than tiles": Case((70,), processors=4),
     "two heads, groups of two": Case((129, 5), q_len=37, kv_heads=2, group=2),
     "value dimension of its own": Case((65, 130), dim=72, value_dim=40, dtype=torch.bfloat16),
+    "heads whose last sequence has one tile": Case((70, 3), q_len=37, kv_heads=3, group=2),
     "heads cut between two CTAs": Case((129, 0, 5, 70), q_len=20, kv_heads=3, group=2),
     "one row": Case((200,), q_len=1, group=4, with_grad_lse=False),
 }
@@ -212,6 +213,7 @@ def run_some(order, seed):
     if order == "round_robin":
         run(CASES[name], order, seed, grad_stages=1)
         run(LONG, order, seed, lead=1, patience=3)
+        run(CASES["heads whose last sequence has one tile"], order, seed, late=False, early=True)
 
 
 ONE_AT_A_TIME = "CTAs run one after the other on the emulator, so that the one before has written everything"

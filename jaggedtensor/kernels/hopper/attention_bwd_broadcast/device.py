@@ -214,6 +214,8 @@ def store_role(schedule, out_desc, out, progress, C: gl.constexpr):
                 while before <= turn:
                     before = gl.atomic_add(mine - 1, 0, sem="acquire", scope="gpu")
             slot, at = out.acquire_full(at)
+            if C.parts == 1:
+                fence_async_shared()
             if part == 0:
                 async_store_by(out_desc, place, slot.buffer, EVICT_LAST if C.parts > 1 else None)
             else:
@@ -271,11 +273,10 @@ class Scorer:
 
     @gluon.jit
     def put(self, channel, turn, x):
-        """My rows of P or dS."""
+        """My rows of P or dS, for the maker."""
         slot, _ = channel.acquire_empty(by_turn(channel, turn))
         self.rows_of(slot).store(x)
-        fence_async_shared()
-        slot.publish()
+        slot.publish()  # the maker has the fence
 
     @gluon.jit
     def put_probabilities(self, s, lse, turn):
@@ -356,6 +357,7 @@ def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constex
         out = here.load_out(out_row, OUT_LAYOUT)  # on its way while dO is
         if tile.head != head:
             if head >= 0:
+                fence_async_shared()  # Q has been read, perhaps since the last fence
                 q_slot.release()
                 me.put_share(shares, share, acc * scales[1])
                 acc = gl.zeros([ROWS, D], gl.float32, ACC_LAYOUT)
@@ -368,8 +370,8 @@ def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constex
         grad_slot, grad_at = channels.grad_out.acquire_full(grad_at)
         grad_out = me.rows_of(grad_slot)
         delta = here.delta(row, lse, out, grad_out.load(OUT_LAYOUT))
+        fence_async_shared()  # dO has been read, and may be loaded anew once it is released
         if C.early:
-            fence_async_shared()  # dO has been read, and may be released before P of another tile is put
             last = tile.kv_begin + 1 == tile.kv_end
             ds, acc = me.finish(p, me.grad_scores(grad_out, turn), delta, grad_slot, last, turn, acc)
             q = me.rows_of(q_slot).load(Q_LAYOUT)
@@ -399,14 +401,16 @@ def score_role(schedule, statistics, shares, channels, scales, FIRST: gl.constex
 
 
 @gluon.jit
-def make(parts, factor, out, scale, turn):
+def make(parts, factor, out, scale, turn, C: gl.constexpr):
     """dX of a tile out of P or dS and dO or Q, for the role that stores it."""
     slot, _ = parts.acquire_full(by_turn(parts, turn))
+    fence_async_shared()
     dx = warpgroup_mma_wait(0, deps=(product(slot.buffer.permute((1, 0)), factor),))
     slot = out.slot(by_turn(out, turn))
     gl.barrier()  # all warps have read what was there
     slot.buffer.store((dx * scale).to(slot.buffer.dtype))
-    fence_async_shared()
+    if C.parts > 1:  # the role that stores has no time for it in a chain
+        fence_async_shared()
     slot.publish()
 
 
@@ -428,10 +432,10 @@ def make_role(schedule, channels, scale, C: gl.constexpr):
         for block in range(tile.kv_begin, tile.kv_end):
             if turn < 0:  # never, see above
                 gl.barrier()
-            make(channels.p, grad_slot.buffer, channels.dv, 1.0, turn)
+            make(channels.p, grad_slot.buffer, channels.dv, 1.0, turn, C)
             if block + 1 == tile.kv_end:
                 grad_slot.release()
-            make(channels.ds, q_slot.buffer, channels.dk, scale, turn)
+            make(channels.ds, q_slot.buffer, channels.dk, scale, turn, C)
             turn += 1
     if begin < end:
         q_slot.release()
