@@ -34,7 +34,9 @@ def plan(
     """
     mask: dict[str, Any] = {} if block_mask is None else {"mask": block_mask, "mask_block": MASK_BLOCK}
 
-    def schedule(kind: ScheduleKind, axis: TileAxis, tiling: Tiling, lines: int, workers: int = 1) -> TileSchedule:
+    def schedule(
+        kind: ScheduleKind, axis: TileAxis, tiling: Tiling, lines: int, workers: int = 1, cost: int = 0
+    ) -> TileSchedule:
         window: dict[str, Any] = {"left": problem.left, "right": problem.right}
         q_len = problem.q_len if query is None else query
         assert q_len is not None
@@ -47,6 +49,7 @@ def plan(
             block_q=tiling.block_m,
             block_kv=tiling.block_n,
             workers=workers,
+            tile_cost=cost,
             rows=rows,
             q_rows=q_rows,
             **window,
@@ -57,17 +60,19 @@ def plan(
         """The longest first, whoever is free: one program for each tile."""
         return schedule(ScheduleKind.DYNAMIC, axis, tiling, problem.kv_heads).operands()
 
-    def shares(tiling: Tiling, lines: int) -> list[Tensor]:
+    def shares(tiling: Tiling, lines: int, cost: int = 0) -> list[Tensor]:
         # A mask lets the q blocks of a sequence see different keys: then tiles tell which of them they are of.
         axis = TileAxis.KEY if block_mask is None else TileAxis.QUERY
-        return schedule(ScheduleKind.STREAM_K, axis, tiling, lines, lines * tiling.workers).operands()
+        return schedule(ScheduleKind.STREAM_K, axis, tiling, lines, lines * tiling.workers, cost).operands()
 
     forward = dynamic(TileAxis.QUERY, forward_config.select(problem))
     if not train:
         return forward, []
     config = backward_config.select(problem)
     if config.broadcast is not None:
-        return forward, shares(config.broadcast, problem.kv_heads)
+        # With a window a tile may be one block of keys, and not all that a program has of a sequence.
+        cost = 0 if problem.windowed else backward_config.SEQUENCE_COST * config.broadcast.q_blocks
+        return forward, shares(config.broadcast, problem.kv_heads, cost)
     assert config.keys is not None
     assert config.queries is not None
     backward = dynamic(TileAxis.KEY, config.keys)

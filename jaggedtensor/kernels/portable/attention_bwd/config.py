@@ -11,6 +11,7 @@ from jaggedtensor.kernels.portable.tiling import Tiling, block_of, single_side, 
 from jaggedtensor.problem import AttentionProblem, QueryKind
 
 MOST_PARTS = 4  # of a broadcast query: measured up to here, where what is read and written again is half hidden
+SEQUENCE_COST = 2  # what a sequence costs a program of a broadcast query beside its blocks of keys, in such blocks
 
 
 @dataclass(frozen=True)
