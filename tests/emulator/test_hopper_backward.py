@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
@@ -159,6 +161,35 @@ def test_values_are_right_under_every_order(case):
     for late in (False, True):
         for early in (False, True):
             run(case, "round_robin", 0, late=late, early=early)
+
+
+@st.composite
+def small_batches(draw):
+    """A case, and what may be chosen otherwise: lengths about that of a tile, heads that end anywhere in a CTA."""
+    length = st.one_of(st.sampled_from((0, 1, 64, 65)), st.integers(2, 130))
+    group = draw(st.sampled_from((1, 2, 8)))
+    q_len = draw(st.sampled_from((1, 37, 128 // group, 128 // group + 1)))
+    dim, value_dim = draw(st.sampled_from(((64, 64), (40, 72), (72, 40))))
+    case = Case(
+        tuple(draw(st.lists(length, min_size=1, max_size=3).filter(any))),
+        q_len=q_len,
+        kv_heads=draw(st.integers(1, 2)),
+        group=group,
+        dim=dim,
+        value_dim=value_dim,
+        processors=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from((torch.float16, torch.bfloat16))),
+    )
+    # CTAs run one after the other here, so that nobody need be patient with the next part.
+    return case, dict(late=draw(st.booleans()), early=draw(st.booleans()), patience=3)
+
+
+# A second each, on the emulator; what fails is small as it is.
+@settings(max_examples=settings.default.max_examples // 2, phases=[Phase.generate])
+@given(small_batches(), st.sampled_from(list(schedules(SEEDS))))
+def test_any_small_batch(batch, schedule):
+    case, changes = batch
+    run(case, *schedule, **changes)
 
 
 LONG = Case((150, 0, 70, 300), q_len=300, kv_heads=3, processors=6)
