@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon")
 pytest.importorskip("greenlet")
 
 from jaggedtensor import JaggedLayout
-from jaggedtensor.kernels.emulator import emulate
+from jaggedtensor.kernels.emulator import ORDERS, emulate
 from jaggedtensor.kernels.hopper.attention_bwd import config as configuration
 from jaggedtensor.kernels.hopper.attention_bwd.device import backward_kernel
 from jaggedtensor.kernels.hopper.attention_bwd.parts import scratch
@@ -224,8 +226,9 @@ def run(case: Case, order: str, seed: int):
         assert got_dk[k_tokens:].isnan().all()
         got_dk, got_dv, dk, dv = (x[:k_tokens] for x in (got_dk, got_dv, dk, dv))
     for name, got, wanted in (("dq", total * scale, dq), ("dk", got_dk, dk), ("dv", got_dv, dv)):
-        error = (got.double() - wanted).norm() / wanted.norm()
-        assert error < 2e-2, f"{name}: {error}"
+        error, size = (got.double() - wanted).norm(), wanted.norm()
+        small = 1e-3 * math.sqrt(got.numel())  # where a row sees one key, dQ and dK are 0
+        assert error <= 2e-2 * size + small, f"{name}: {error} of {size}"
     return reports[0]
 
 
@@ -281,6 +284,44 @@ def test_values_are_right_under_every_order(case):
 @pytest.mark.parametrize("case", ONCE.values(), ids=ONCE.keys())
 def test_values_are_right_of_more_heads_and_in_turns(case):
     run(case, "round_robin", 0)
+
+
+@st.composite
+def drawn_cases(draw):
+    """Sequences of other lengths, so that no tile is cut, with an empty one and one of a token among them."""
+    lengths = draw(st.permutations([0, 1, draw(st.sampled_from((2, 127, 128, 129))), draw(st.integers(3, 200))]))
+    group = draw(st.sampled_from((1, 2, 8)))
+    jagged = draw(st.booleans())
+    rows = st.one_of(st.sampled_from((0, 1, 64 // group, 64 // group + 1)), st.integers(2, 200 // group))
+    q_lengths = [draw(rows) for _ in lengths] if jagged else [draw(rows.filter(bool))] * len(lengths)
+    dim, value_dim = draw(st.sampled_from(((64, 64), (128, 128), (40, 128), (128, 64))))
+    window = st.sampled_from((-1, -1, 0, 1, 60, 200))
+    left, right = draw(window), draw(window)
+    deterministic = draw(st.booleans())
+    waves = draw(st.booleans()) and not deterministic and left == right == -1
+    return Case(
+        tuple(lengths),
+        tuple(q_lengths),
+        jagged=jagged,
+        kv_heads=draw(st.integers(1, 2)),
+        group=group,
+        dim=dim,
+        value_dim=value_dim,
+        dtype=draw(st.sampled_from((torch.float16, torch.bfloat16))),
+        left=left,
+        right=right,
+        processors=draw(st.integers(1, 3)),
+        deterministic=deterministic,
+        packed=waves or (draw(st.booleans()) and not deterministic),
+        waves=waves,
+    )
+
+
+# CTAs run one after the other: with more than one, a tile might wait for another CTA's turn.
+@settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(drawn_cases(), st.sampled_from(ORDERS), st.integers(0, 100))
+def test_any_batch(case, order, seed):
+    run(replace(case, processors=1) if case.deterministic else case, order, seed)
 
 
 @pytest.mark.parametrize(("left", "right", "group"), [(-1, -1, 1), (-1, 0, 1), (-1, 90, 2), (70, -1, 1), (200, 0, 2)])
