@@ -113,7 +113,8 @@ def add_parts(case, merges, parts, got_dk, got_dv, ends, scale, config):
         got_dv[rows, head] = total_v[:, : case.value_dim].to(case.dtype)
 
 
-def run(case: Case, order: str, seed: int):
+def run(case: Case, order: str, seed: int, small: float = 0.0):
+    """`small`: an error of each number that is let pass, for gradients that are 0."""
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape):
@@ -227,8 +228,7 @@ def run(case: Case, order: str, seed: int):
         got_dk, got_dv, dk, dv = (x[:k_tokens] for x in (got_dk, got_dv, dk, dv))
     for name, got, wanted in (("dq", total * scale, dq), ("dk", got_dk, dk), ("dv", got_dv, dv)):
         error, size = (got.double() - wanted).norm(), wanted.norm()
-        small = 1e-3 * math.sqrt(got.numel())  # where a row sees one key, dQ and dK are 0
-        assert error <= 2e-2 * size + small, f"{name}: {error} of {size}"
+        assert error < 2e-2 * size + small * math.sqrt(got.numel()), f"{name}: {error} of {size}"
     return reports[0]
 
 
@@ -321,7 +321,8 @@ def drawn_cases(draw):
 @settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(drawn_cases(), st.sampled_from(ORDERS), st.integers(0, 100))
 def test_any_batch(case, order, seed):
-    run(replace(case, processors=1) if case.deterministic else case, order, seed)
+    # Where each row sees one key, dQ and dK are 0.
+    run(replace(case, processors=1) if case.deterministic else case, order, seed, small=1e-3)
 
 
 @pytest.mark.parametrize(("left", "right", "group"), [(-1, -1, 1), (-1, 0, 1), (-1, 90, 2), (70, -1, 1), (200, 0, 2)])
